@@ -66,10 +66,10 @@ def cases(shape: str, device: str, numbers_of_rows: Sequence[int], contexts: Seq
         return [numbers], [scales]
 
     def attended(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        return slot_attention.attend(q, keys, values, lengths, 0, width**-0.5)
+        return slot_attention.attend(q, keys, values, lengths, width**-0.5)
 
     def attended_by_twin(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor) -> Any:
-        return twins.attention_twin(q, keys, values, lengths, 0, width**-0.5)
+        return twins.attention_twin(q, keys, values, lengths, width**-0.5)
 
     def rotated(by: Callable[..., Any]) -> Callable[..., Any]:
         def run(q: Any, k: Any, v: Any, cos: Any, sin: Any, keys: Any, values: Any, place: Any) -> Tensors:
@@ -85,14 +85,14 @@ def cases(shape: str, device: str, numbers_of_rows: Sequence[int], contexts: Seq
                 lambda rows=rows, splits=splits: (
                     randn(rows, 1, hidden), partial_results(splits, rows, hidden), randn(hidden),
                 ),
-                lambda x, d, w: norm_kernel.sum_and_norm(x, d, w, None, 1e-5, False),
-                lambda x, d, w: twins.norm_twin(x, d, w, None, 1e-5, False),
+                lambda x, d, w: norm_kernel.sum_and_norm(x, d, w, 1e-5),
+                lambda x, d, w: twins.norm_twin(x, d, w, 1e-5),
             )  # fmt: skip
             yield Case(
                 f"gate{of}, {rows} rows", rows * inner * (2 + 2 * each),
                 lambda rows=rows, splits=splits: partial_results(splits, rows, 2 * inner).chunk(2, -1),
-                lambda g, u: gate_kernel.gated(g, u, "silu", torch.bfloat16),
-                lambda g, u: twins.gate_twin(g, u, "silu", torch.bfloat16),
+                lambda g, u: gate_kernel.gated(g, u, torch.bfloat16),
+                lambda g, u: twins.gate_twin(g, u, torch.bfloat16),
             )  # fmt: skip
             yield Case(
                 f"rotary and write{of}, {rows} rows",
@@ -132,7 +132,7 @@ def cases(shape: str, device: str, numbers_of_rows: Sequence[int], contexts: Seq
                 f"attention, {rows} rows, {context} keys", 4 * rows * kv_heads * context * width,
                 lambda rows=rows, cache=cache, context=context: (
                     randn(rows, heads * width), randn(*cache), randn(*cache),
-                    torch.full((rows,), context, dtype=torch.int32, device=device),
+                    torch.full((rows,), context - 1, dtype=torch.int32, device=device),
                 ),
                 attended, attended_by_twin, twin_waits=True,
             )  # fmt: skip

@@ -1,13 +1,12 @@
-"""Implements `parallelize(decode="cuda_graphs")`: records a decode step once, and replays the recording without Python.
+"""Implements `parallelize(decode="cuda_graphs")`: records a decode step once, and replays it without Python."""
 
-The prefill is not recorded. Among later steps with equal argument shapes, the first step runs normally and is checked
-for operators that cannot be recorded. The second step is recorded, and the recording is used from then on, also in
-later calls. A recording uses fixed memory: buffers for arguments, and a cache whose memory is reused.
-
-Batches are padded to buckets of 1, 2, 4, 8, … rows. A cache has memory for all rows of its bucket. A call with fewer
-rows uses the first rows: the prefill and the reordering of beams see a view of the call's rows, while the recorded
-step computes all rows. Rows do not influence each other, and the results of unused rows are discarded.
-"""
+# The prefill is not recorded. Among later steps with equal argument shapes, the first step runs normally and is checked
+# for operators that cannot be recorded. The second step is recorded, and the recording is used from then on, also in
+# later calls. A recording uses fixed memory: buffers for arguments, and a cache whose memory is reused.
+#
+# Batches are padded to buckets of 1, 2, 4, 8, … rows. A cache has memory for all rows of its bucket. A call with fewer
+# rows uses the first rows: the prefill and the reordering of beams see a view of the call's rows, while the recorded
+# step computes all rows. Rows do not influence each other, and the results of unused rows are discarded.
 
 from __future__ import annotations
 
@@ -28,22 +27,18 @@ from parallelformers_ng.cuda_graphs.static_caches import LENGTH_STEP, ReusableCa
 from parallelformers_ng.errors import GroupError
 from parallelformers_ng.sharding.cache_names import CACHE
 
+# Maximum number of recordings of one cache. A model that needs more recordings passes a different number to each step.
 MOST_KINDS_OF_STEP = 64
-"""Maximum number of recordings of one cache. A model that needs more recordings passes a different
-number to each step."""
 
 
 class CapturedSteps:
     """The recorded steps of one rank's model.
 
-    Args:
-        recorder: recorder of the steps.
-        communicator: communicator of the ranks; either all ranks use a recording, or no rank does.
+    Either all ranks use a recording, or no rank does.
 
     Attributes:
-        recorder: recorder of the steps.
         trial: decides whether kernels compute the steps; None if the model has no layers for kernels.
-        reason: reason why steps of the last call ran without a recording; "" if recordings were used.
+        reason: why steps of the last call ran without a recording; "" if recordings were used.
     """
 
     def __init__(self, recorder: CudaRecorder, communicator: Communicator) -> None:
@@ -68,9 +63,6 @@ class CapturedSteps:
 
         Inside the block, the model object has its own `forward` and `_prepare_static_cache`. If steps cannot be
         recorded, `reason` says why, and the model runs as usual.
-
-        Raises:
-            GroupError: a collective between the ranks has failed; see `run`.
         """
         self.reason = _model_obstacle(model)
         if self.reason:
@@ -98,20 +90,13 @@ class CapturedSteps:
 
     def rows_held(self, rows: int, tokens: int) -> int:
         """Return the rows of the smallest cache that has room for `rows` rows of `tokens` tokens; 0 without one."""
-        held = (each for each, cache in self._caches.items() if each >= rows and cache.length >= tokens)
-        return min(held, default=0)
+        return min((each for each, cache in self._caches.items() if each >= rows and cache.length >= tokens), default=0)
 
     def cache(self, rows: int, tokens: int, length: int, make: Callable[[], Any]) -> ReusableCache | None:
-        """Return a reusable cache for a number of rows; make a new cache if no existing cache is large enough.
+        """Return a cache with room for `rows` rows (rounded up to a power of two) and `tokens` tokens.
 
-        Args:
-            rows: number of rows; the cache has room for the next power of two.
-            tokens: minimum number of tokens for which the cache must have room.
-            length: number of tokens of the cache that `make` makes.
-            make: function that returns a new static cache.
-
-        Returns:
-            The cache; None if the model's cache has no reusable form, with the cause in `reason`.
+        If no existing cache is large enough, `make` makes a static cache of `length` tokens. Returns None if that cache
+        has no reusable form, with the cause in `reason`.
         """
         self.reason = ""
         bucket = bucket_of(rows)
@@ -127,16 +112,13 @@ class CapturedSteps:
         return self._caches[bucket]
 
     def run(self, model: Any, reusable: ReusableCache, arguments: dict[str, Any]) -> Any:
-        """Run one step over a cache of the method `cache`, from a recording if possible, and return the output.
+        """Run one step over a cache of the method `cache`, from a recording if possible.
+
+        Raises GroupError or torch.distributed.DistBackendError if a collective between the ranks has failed. Other
+        errors of a recording are only kept in `reason`.
 
         Args:
-            model: model of the rank.
-            reusable: cache that the method `cache` has returned.
             arguments: keyword arguments of the model, with `input_ids` `[rows, 1]` and the cache.
-
-        Raises:
-            GroupError, torch.distributed.DistBackendError: a collective between the ranks has failed. Other errors of a
-                recording are only kept in `reason`.
         """
         self.reason = _model_obstacle(model)
         if self.reason:
@@ -145,7 +127,7 @@ class CapturedSteps:
         return self._step(reusable, model.forward, (), arguments)
 
     def _prepare_cache(self, model: Any, prepare: Callable[..., Any], options: dict[str, Any]) -> Any:
-        """Return a reusable static cache. transformers requests a cache once per call, when all lengths are known."""
+        # transformers requests a cache once per call, when all lengths are known.
         tokens = options["max_cache_len"]
         length = -(-tokens // LENGTH_STEP) * LENGTH_STEP
 
@@ -179,7 +161,6 @@ class CapturedSteps:
             return self._known_step(reusable, forward, arguments)
 
     def _known_step(self, reusable: ReusableCache, forward: Forward, arguments: StepArguments) -> Any:
-        """Return a step that may be recorded, from its recording if there is one."""
         steps: dict[Any, CapturedStep | str | None] = reusable.steps
         kwargs = arguments.given
         width = min(reusable.rows, bucket_of(arguments.rows)) if arguments.can_be_padded else arguments.rows
@@ -203,7 +184,7 @@ class CapturedSteps:
     def _warm_up(self, reusable: ReusableCache, forward: Forward, kwargs: dict[str, Any]) -> tuple[Any, str | None]:
         with CaptureCheck() as check:
             output = self.recorder.warm_up(lambda: forward(**kwargs))
-        failure = self._agreed(check.found or odd_output(output, reusable.cache))
+        failure = self._agreed(check.found or _odd_output(output, reusable.cache))
         self.reason = failure or self.reason
         return output, failure or None
 
@@ -225,14 +206,13 @@ class CapturedSteps:
         return failure or step  # type: ignore[return-value]
 
     def _agreed(self, failure: str) -> str:
-        """Return the first rank's failure, "" if no rank has failed, so that all ranks decide alike."""
+        """Return the first rank's failure, so that all ranks decide alike."""
         assert self._current is not None
         return agreed(self._communicator, self._current.layers[0].keys.device, lambda: failure)
 
 
-def odd_output(output: Any, cache: Any) -> str:
-    """Return a text that names the outputs of a step besides logits and cache, which a recording cannot return; "" if
-    the step has no further outputs."""
+def _odd_output(output: Any, cache: Any) -> str:
+    """Name the outputs of a step besides logits and cache, which a recording cannot return."""
     more = sorted(set(output.keys()) - {"logits", CACHE})
     if output.get(CACHE, cache) is not cache:
         more.append("another cache")

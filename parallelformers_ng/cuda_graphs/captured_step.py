@@ -20,28 +20,16 @@ from parallelformers_ng.cuda_graphs.static_caches import ReusableCache
 from parallelformers_ng.sharding.cache_names import CACHE
 
 Forward = Callable[..., Any]
-"""Type of a model's `forward`."""
 
+# Number of steps that run from a recording and normally, to compare their logits.
 PROOFS = 2
-"""Number of steps that run from a recording and normally, to compare their logits."""
 
 
 class CapturedStep:
-    """A recorded decode step and its argument buffers.
-
-    Args:
-        run: `forward` of the model.
-        arguments: arguments of the step, with the cache.
-        reusable: the cache of the step.
-        width: number of rows that the recording computes.
-        recorder: recorder of the step.
-        communicator: communicator of the ranks, whose collectives are part of the recording.
+    """A recorded decode step of `width` rows, and its argument buffers.
 
     Attributes:
         proofs_left: number of steps that still have to compare the recording with the normal step.
-
-    Raises:
-        Exception: an operation of the step cannot be recorded.
     """
 
     def __init__(
@@ -77,14 +65,7 @@ class CapturedStep:
         del self._graph, self._logits, self._kept, self._buffers
 
     def run(self, arguments: StepArguments) -> Any:
-        """Replay the recording, and return the step's output: logits `[rows, tokens, vocabulary]` and the cache.
-
-        Args:
-            arguments: arguments of the step, with the shapes of the recorded arguments, and at most as many rows.
-
-        Raises:
-            CollectiveAbortedError: the group was aborted.
-        """
+        """Replay the recording for arguments with the recorded shapes, and at most as many rows."""
         logits = self._compute(arguments)
         self._cache.advance()
         values = {"logits": logits, CACHE: self._cache.cache}
@@ -94,18 +75,8 @@ class CapturedStep:
         """Run a step from the recording and normally, and compare the logits.
 
         The logits agree if the largest difference is at most 1e-4 of the largest logit in float32 and float64, 2e-2 in
-        other types. The cache then has the tokens of the normal step.
-
-        Args:
-            run: `forward` of the model.
-            arguments: arguments of the step.
-
-        Returns:
-            (output of the normal step, difference): the difference is a text, "" if the logits agree.
-
-        Raises:
-            CollectiveAbortedError: the group was aborted.
-            Exception: the error of `run`.
+        other types. The cache then has the tokens of the normal step. Returns the normal step's output, and a text
+        about a difference.
         """
         before = self._cache.snapshot()
         result = self._compute(arguments)

@@ -1,13 +1,12 @@
-"""Decides, once for a model, whether kernels compute its recorded steps, or its modules.
+"""Decides, once for a model, whether kernels compute its recorded steps, or its modules."""
 
-The first step that may be recorded is run in both ways, from the same cache. The kernels compute from then on if
-
-- on every rank each layer's output, and what it wrote to the cache, agrees with the modules' on the model's own inputs;
-- a recording of the step with the kernels is not slower than one without them, by the clock of rank 0's device.
-
-Else the modules compute, and the log says why, in one line. The first step is run once more in the chosen way: the same
-call twice gives the same tokens.
-"""
+# The first step that may be recorded is run in both ways, from the same cache. The kernels compute from then on if
+#
+# - on every rank each layer's output, and what it wrote to the cache, agrees with the modules' on the model's inputs;
+# - a recording of the step with the kernels is not slower than one without them, by the clock of rank 0's device.
+#
+# Else the modules compute, and the log says why, in one line. The first step is run once more in the chosen way: the
+# same call twice gives the same tokens.
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
@@ -24,82 +23,47 @@ from parallelformers_ng.collectives.shared_result import agreed
 from parallelformers_ng.cuda_graphs.masks import masks_converted_once
 from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, CudaRecorder
 
+# Way to compute a step: by the modules; by the modules, while it is noted whether the kernels could; layer by layer by
+# both; by the kernels.
 KernelMode: TypeAlias = Literal["modules", "watched", "both", "kernels"]
-"""Way to compute a step: by the modules; by the modules, while it is noted whether the kernels could; layer by layer by
-both; by the kernels."""
+# Runs of a recorded step, of which the fastest counts.
 REPLAYS = 5
-"""Runs of a recorded step, of which the fastest counts."""
 _logger = logging.getLogger(__name__)
-
-
-class Kernels(Protocol):
-    """Interface of kernels that can compute parts of a decode step instead of modules."""
-
-    def obstacle(self) -> str:
-        """Return the reason why no kernel can run on this rank, as text; "" if no reason is known."""
-
-    def computing(self, mode: KernelMode) -> AbstractContextManager[None]:
-        """Return a context in which decode steps are computed in a given way.
-
-        The start of the context resets the results of `are_served` and `difference`.
-
-        Args:
-            mode: way to compute a step.
-        """
-
-    def are_served(self) -> bool:
-        """Return whether the kernels can compute all layers of the latest step in a context of `computing`."""
-
-    def difference(self) -> str:
-        """Return a text about the difference between kernels and modules in the latest context with the mode "both".
-
-        The text is "" if kernels and modules agree.
-        """
 
 
 class KernelTrial:
     """The trial that decides whether one model's decode steps use kernels or modules.
 
     Args:
-        kernels: kernels of the model.
-        recorder: recorder of the model's decode steps.
-        communicator: communicator of the ranks; all ranks get the same result.
+        kernels: `kernels.step_kernels.StepKernels`, of a room above this one.
 
     Attributes:
-        mode: result of the trial, "modules" or "kernels"; None before the trial.
+        mode: result of the trial, "modules" or "kernels", equal on all ranks; None before the trial.
     """
 
-    def __init__(self, kernels: Kernels, recorder: CudaRecorder, communicator: Communicator) -> None:
+    def __init__(self, kernels: Any, recorder: CudaRecorder, communicator: Communicator) -> None:
         self.mode: KernelMode | None = None
         self._kernels = kernels
         self._recorder = recorder
         self._communicator = communicator
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return a context in which decode steps are computed as the trial has decided.
-
-        Before the trial, the modules compute the steps.
-        """
-        return self._kernels.computing(self.mode or "modules")
+        context: AbstractContextManager[None] = self._kernels.computing(self.mode or "modules")
+        return context
 
     def decide(
         self, step: Callable[[], Any], snapshot: Callable[[], Sequence[tuple[Tensor, Tensor]]], counts: Sequence[Tensor]
     ) -> None:
         """Run a step in several ways, set `mode`, and restore the tensors of the cache.
 
-        The mode becomes "kernels" if kernels and modules agree on every rank, and if a recorded step is not slower with
-        kernels on rank 0. Rank 0 logs the result. All ranks must call this method at the same step, because the ranks
-        exchange their results.
+        All ranks must call this method at the same step, because they exchange their results. Errors make the modules
+        compute, except those of a collective between the ranks.
 
         Args:
             step: function that runs the step over the cache. The tensors of the step must stay at the same addresses
                 until this method returns.
             snapshot: function that returns (tensor, copy of the tensor) for every tensor of the cache.
             counts: at least one tensor of the cache, with the position that a step writes to, int64 without dimensions.
-
-        Raises:
-            GroupError, torch.distributed.DistBackendError: a collective between the ranks has failed. Any other error
-                makes the modules compute.
         """
         agree = functools.partial(agreed, self._communicator, counts[0].device)
         reason = agree(self._kernels.obstacle)
@@ -127,10 +91,10 @@ class KernelTrial:
     def _differ(self, step: Callable[[], Any]) -> str:
         with self._kernels.computing("both"):
             self._recorder.warm_up(step)
-        return self._kernels.difference()
+        difference: str = self._kernels.difference()
+        return difference
 
     def _slower(self, step: Callable[[], Any], saved: Sequence[tuple[Tensor, Tensor]], counts: Sequence[Tensor]) -> str:
-        """Return that the kernels are slower, "" if they are not."""
         starts = [copy for tensor, copy in saved if any(tensor is count for count in counts)]
         with self._kernels.computing("kernels"):
             self._recorder.warm_up(step)
@@ -140,7 +104,6 @@ class KernelTrial:
         return "" if ours <= theirs else f"a step takes {ours:.2f} ms with the kernels, and {theirs:.2f} ms without"
 
     def _milliseconds(self, step: Callable[[], Any], counts: Sequence[Tensor], starts: Sequence[Tensor]) -> float:
-        """Return the shortest time of a recorded step."""
         with masks_converted_once():
             output, graph = self._recorder.record(step)
         try:

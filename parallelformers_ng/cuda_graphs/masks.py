@@ -15,8 +15,8 @@ from torch import Tensor
 
 from parallelformers_ng.runtime.limits import set_within
 
+# The masks of this thread with their numbers. While a mask is kept here, no other mask can have its identity.
 _converted: ContextVar[list[tuple[Tensor, Tensor]] | None] = ContextVar("_converted", default=None)
-"""The masks of this thread with their numbers. While a mask is kept here, no other mask can have its identity."""
 
 
 def masks_converted_once() -> AbstractContextManager[None]:
@@ -26,19 +26,11 @@ def masks_converted_once() -> AbstractContextManager[None]:
 
 
 def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask as numbers that `scaled_dot_product_attention` adds to the scores, or the mask itself.
+    """Return a boolean mask as numbers to add to the scores, inside of `masks_converted_once`; else the mask itself.
 
     A hidden position gets the lowest finite number, because cuDNN's kernels do not accept infinities
     (`convert_boolean_attn_mask_cudnn`). The softmax still gives a hidden position the weight 0 if its row has a visible
     position.
-
-    Args:
-        mask: boolean mask, or mask of numbers to add to the scores; any shape.
-        dtype: data type of the queries.
-
-    Returns:
-        Tensor with the shape of `mask` and the type `dtype`, for a boolean mask inside of `masks_converted_once`;
-        otherwise `mask` itself.
     """
     converted = _converted.get()
     if mask.dtype is not torch.bool or converted is None:

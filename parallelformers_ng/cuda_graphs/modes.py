@@ -1,11 +1,10 @@
-"""Chooses how `parallelize(decode=…)` runs decode steps: compiled, as CUDA graphs, or unchanged.
+"""Chooses how `parallelize(decode=…)` runs decode steps: compiled, as CUDA graphs, or unchanged."""
 
-transformers compiles the forward pass of a decode step if the cache is static; the prefill is not compiled. This module
-sets the arguments of `generate` for compiled steps if a call supports them, and otherwise returns the reason. Steps
-that become CUDA graphs also need a static cache but no compiler; `captured.py` records the steps on the workers. On
-CUDA devices CUDA graphs are the default for calls whose kind of result stays the same, until a device fails to record a
-step.
-"""
+# transformers compiles the forward pass of a decode step if the cache is static; the prefill is not compiled. This
+# module sets the arguments of `generate` for compiled steps if a call supports them, and otherwise returns the reason.
+# Steps that become CUDA graphs also need a static cache but no compiler; `captured.py` records the steps on the
+# workers. On CUDA devices CUDA graphs are the default for calls whose kind of result stays the same, until a device
+# fails to record a step.
 
 from __future__ import annotations
 
@@ -24,9 +23,9 @@ from parallelformers_ng.sharding.cache_names import CACHES
 
 Decode: TypeAlias = Literal["auto", "eager", "compile", "cuda_graphs"] | CompileConfig
 NO_DEVICE = "there is no CUDA device to capture on"
+# Maximum rows × tokens of a cache for CUDA graphs by default. For a model with 8 billion parameters, a step reads an
+# eighth as many bytes of such a cache as of weights.
 MOST_POSITIONS = 1 << 14
-"""Maximum rows × tokens of a cache for CUDA graphs by default. For a model with 8 billion parameters, a step reads an
-eighth as many bytes of such a cache as of weights."""
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
 
@@ -38,7 +37,6 @@ class StaticSteps:
     Attributes:
         options: arguments of `generate` that turn on the mode.
         without: log message for a call that cannot use the mode.
-        captured: whether decode steps become CUDA graphs.
         by_default: whether the caller did not request the mode. A call uses a default mode only if the mode does not
             change the types of the answer. After a failure, no call uses a default mode.
     """
@@ -52,18 +50,11 @@ class StaticSteps:
 def static_steps(decode: Decode, device: str, world_size: int) -> tuple[StaticSteps | None, str]:
     """Return the decode mode for the argument `decode` of `parallelize`.
 
-    Args:
-        decode: argument `decode` of `parallelize`.
-        device: "cpu" or "cuda".
-        world_size: number of ranks. With one rank, a compiled step becomes a CUDA graph. With several ranks, a step has
-            collectives, and is compiled in pieces between the collectives.
+    With one rank, a compiled step becomes a CUDA graph. With several ranks, a step has collectives, and is compiled in
+    pieces between the collectives.
 
     Returns:
-        (mode, reason): mode of decode steps, None for ordinary decode steps; and the reason why the requested
-        mode is not used, "" if the mode is used.
-
-    Raises:
-        ParallelError: `decode` is not a valid value, or the compiler would make CUDA graphs on several ranks.
+        (mode, None for ordinary decode steps; the reason why the requested mode is not used, or "").
     """
     if decode == "cuda_graphs":
         return (CAPTURED, "") if device == "cuda" else (None, NO_DEVICE)
@@ -84,8 +75,7 @@ def static_steps(decode: Decode, device: str, world_size: int) -> tuple[StaticSt
 
 
 def _refuse_graphs(config: Any, world_size: int) -> None:
-    """Raise ParallelError if the compiler would make CUDA graphs on several ranks: the compiler does not support
-    collectives in CUDA graphs."""
+    """Raise ParallelError if the compiler would put collectives in CUDA graphs, which it does not support."""
     options = getattr(config, "options", None) or {}
     makes_graphs = getattr(config, "mode", None) in _WITH_GRAPHS or options.get("triton.cudagraphs")
     if world_size > 1 and makes_graphs:
@@ -103,16 +93,10 @@ CAPTURED_BY_DEFAULT = replace(CAPTURED, by_default=True)
 def static_generation(
     model: PreTrainedModel, arguments: Mapping[str, Any], steps: StaticSteps
 ) -> tuple[dict[str, Any], str]:
-    """Add to the arguments of a `generate` call the arguments that turn on a decode mode.
-
-    Args:
-        model: the model.
-        arguments: arguments of `generate`, by name.
-        steps: the decode mode.
+    """Turn on a decode mode in the arguments of a `generate` call.
 
     Returns:
-        (arguments, reason): new arguments; and the reason why the mode cannot be used and the arguments are unchanged,
-        "" if the mode can be used.
+        (new arguments; the reason why the mode cannot be used and the arguments are unchanged, or "").
     """
     static = {**arguments}
     if reason := _obstacle(model, static, steps):
@@ -123,16 +107,7 @@ def static_generation(
 
 
 def check_compiler(model: PreTrainedModel, arguments: Mapping[str, Any], world_size: int) -> None:
-    """Check the `compile_config` of a `generate` call on CUDA devices, if the call has one.
-
-    Args:
-        model: the model.
-        arguments: arguments of `generate`, by name.
-        world_size: number of ranks.
-
-    Raises:
-        ParallelError: the compiler would make CUDA graphs on several ranks.
-    """
+    """Check the `compile_config` of a `generate` call on CUDA devices, if the call has one."""
     config = arguments.get("generation_config") or model.generation_config
     _refuse_graphs(arguments.get("compile_config", getattr(config, "compile_config", None)), world_size)
 
@@ -142,10 +117,6 @@ def eager_generation(model: PreTrainedModel, arguments: Mapping[str, Any]) -> di
 
     On accelerators transformers compiles steps over a static cache by default, in a mode that records CUDA graphs. With
     several ranks, each graph would contain collectives. Compile settings of the caller are kept.
-
-    Args:
-        model: the model.
-        arguments: arguments of `generate`, by name.
     """
     eager = {**arguments}
     config = eager.get("generation_config") or model.generation_config
@@ -157,7 +128,7 @@ def eager_generation(model: PreTrainedModel, arguments: Mapping[str, Any]) -> di
 
 
 def _positions(arguments: Mapping[str, Any], setting: Callable[[str], Any]) -> int:
-    """Return the size of the cache that a call needs, in rows × tokens."""
+    """The size of the cache that a call needs, in rows × tokens."""
     inputs = (arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
     rows, tokens = next((prompt.shape[:2] for prompt in inputs if prompt is not None), (1, 1))
     new = setting("max_new_tokens")
@@ -166,14 +137,13 @@ def _positions(arguments: Mapping[str, Any], setting: Callable[[str], Any]) -> i
 
 
 def _lacks_masks(model: PreTrainedModel) -> bool:
-    """Return whether `generate` raises an error over a static cache because of chunked attention: transformers 5.17
-    passes an argument that the function does not have."""
+    # transformers 5.17 passes an argument that the function does not have.
     is_chunked = getattr(model.config.get_text_config(), "attention_chunk_size", None) is not None
     return is_chunked and "block_sequence_ids" not in inspect.signature(create_chunked_causal_mask).parameters
 
 
 def _obstacle(model: PreTrainedModel, arguments: dict[str, Any], steps: StaticSteps) -> str:
-    """Return the reason why decode steps of a call cannot be compiled or captured, as text; "" without a reason."""
+    """Return the reason why decode steps of a call cannot be compiled or captured."""
     generation_config = arguments.get("generation_config") or model.generation_config
 
     def setting(name: str) -> Any:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+# Name of an argument whose first dimension is the rows → its number of dimensions.
 _DIMENSIONS = {"input_ids": 2, "attention_mask": 4, "position_ids": 2, "token_type_ids": 2}
-"""Name of an argument whose first dimension is the rows → its number of dimensions."""
 
 
 class CudaRecorder:
@@ -38,7 +38,7 @@ class CudaRecorder:
         self._graphs = 0  # number of graphs in the pool
 
     def warm_up(self, step: Callable[[], Any]) -> Any:
-        """Run a step on the stream of recording, so that libraries initialize themselves; return the step's output."""
+        """Run a step on the stream of recording, so that libraries initialize themselves."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
@@ -48,14 +48,9 @@ class CudaRecorder:
             current.wait_stream(self._stream)
 
     def record(self, step: Callable[[], Any]) -> tuple[Any, torch.cuda.CUDAGraph]:
-        """Record a step without computing it.
+        """Record a step without computing it; return its output, to which each replay writes, and the graph.
 
-        Returns:
-            (output of the step, graph): each replay of the graph writes to the tensors of the output; the caller must
-            pass the graph to `destroy`.
-
-        Raises:
-            Exception: an operation of the step cannot be recorded.
+        The caller must pass the graph to `destroy`.
         """
         graph = torch.cuda.CUDAGraph()
         try:
@@ -77,9 +72,7 @@ class CudaRecorder:
         return output, graph
 
     def milliseconds(self, graph: torch.cuda.CUDAGraph) -> float:
-        """Replay a graph, and return the milliseconds of the replay on the device's clock. The method waits for the
-        device.
-        """
+        """Replay a graph, and return its time on the device's clock. Waits for the device."""
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
         graph.replay()
@@ -105,16 +98,12 @@ class StepArguments:
     """The keyword arguments of one step.
 
     Args:
-        arguments: keyword arguments, with `input_ids` `[rows, 1]`; a value may be a dictionary of tensors.
-        cache: the cache, which is also one of the arguments.
+        arguments: tensors, the cache and plain values, with `input_ids` `[rows, 1]`; a value may be a dictionary of
+            tensors. Other arguments raise Uncapturable.
 
     Attributes:
         given: argument `arguments`.
         tensors: all tensors of the arguments, in order.
-        rows: number of rows of the batch.
-
-    Raises:
-        Uncapturable: an argument is neither a tensor nor a plain value.
     """
 
     def __init__(self, arguments: dict[str, Any], cache: Any) -> None:
@@ -125,14 +114,14 @@ class StepArguments:
         self._constants: list[Any] = []
         for name, value in arguments.items():
             for key, item in value.items() if isinstance(value, dict) else ((None, value),):
+                constant = "cache" if item is cache else item
                 if isinstance(item, Tensor):
                     self.tensors.append(item)
                     self._names.append(name)
-                elif item is cache or item is None or isinstance(item, (bool, int, float, str)):
-                    item = "cache" if item is cache else item
-                else:
+                    constant = None
+                elif not isinstance(constant, (bool, int, float, str, type(None))):
                     raise Uncapturable(f"the argument {name} of a step is a {type(item).__name__}")
-                self._constants.append((name, key, None if isinstance(item, Tensor) else item))
+                self._constants.append((name, key, constant))
 
     @cached_property
     def can_be_padded(self) -> bool:
@@ -143,11 +132,7 @@ class StepArguments:
         )
 
     def key(self, width: int) -> tuple[Any, ...]:
-        """Return a key that is equal for all steps that one recording of `width` rows can run.
-
-        Args:
-            width: number of rows.
-        """
+        """Return a key that is equal for all steps that one recording of `width` rows can run."""
         shapes = (self._shape(tensor, width) for tensor in self.tensors)
         kinds = ((tensor.dtype, tensor.device) for tensor in self.tensors)
         return (*self._constants, *shapes, *kinds)
@@ -157,9 +142,6 @@ class StepArguments:
 
         Added rows are copies of the first row, which are valid values. A tensor to which no rows can be added keeps its
         shape.
-
-        Args:
-            width: number of rows.
         """
         buffers = []
         for tensor in self.tensors:
@@ -169,7 +151,7 @@ class StepArguments:
         return buffers
 
     def with_tensors(self, tensors: list[Tensor]) -> dict[str, Any]:
-        """Return the keyword arguments with `tensors` instead of the original tensors, in the same order."""
+        """Return `given` with other tensors, in the same order."""
         remaining = iter(tensors)
         return tree_map_only(Tensor, lambda _: next(remaining), self.given)
 
@@ -179,10 +161,10 @@ class StepArguments:
 
 
 class KeptAlive(TorchDispatchMode):
-    """A mode that keeps the input tensors of a step alive, because a graph only has their addresses.
+    """A mode that keeps the tensors that a step reads, but does not make: a graph only has their addresses.
 
     Attributes:
-        tensors: id of a storage → a tensor in the storage, for each operand that no operator of the step made.
+        tensors: id of a storage → a tensor in the storage.
     """
 
     def __init__(self) -> None:
@@ -211,10 +193,7 @@ class CaptureCheck(TorchDispatchMode):
     """A mode that finds operators that no capture allows: operators that wait for the device or copy from the host.
 
     A capture with such an operator fails, and a failed capture may damage the state of the device's allocator and
-    generator. The check therefore runs before any capture.
-
-    Attributes:
-        found: description of the first such operator; "" if the step has no such operator.
+    generator. The check therefore runs before any capture. `found` describes the first such operator.
     """
 
     def __init__(self) -> None:

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
+# Lengths of caches are rounded up to multiples of this number of tokens, so that slightly longer calls fit.
 LENGTH_STEP = 128
-"""Lengths of caches are rounded up to multiples of this number of tokens, so that slightly longer calls fit."""
 
 
 def bucket_of(rows: int) -> int:
-    """Return the number of rows of a cache's memory: `rows` rounded up to a power of two."""
+    """The number of rows of a cache's memory: a power of two."""
     return 1 << (rows - 1).bit_length()
 
 
@@ -29,8 +29,7 @@ class ReusableLayer(StaticLayer):
     layer. `renew` resets the layer to its state before the first use.
 
     Attributes:
-        keys: keys of the call's rows, `[rows, heads, tokens, width]`.
-        values: values of the call's rows, `[rows, heads, tokens, width]`.
+        keys, values: those of the call's rows, `[rows, heads, tokens, width]`.
         whole: (keys, values) of all rows of the bucket; None before the first use.
         on_move: function that is called after the layer has allocated new memory.
     """
@@ -41,15 +40,7 @@ class ReusableLayer(StaticLayer):
     on_move: Callable[[], None]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate memory, or clear existing memory that is large enough, for the rows of `key_states`.
-
-        Args:
-            key_states, value_states: first keys and values of a call, `[rows, heads, tokens, width]`; only shape, data
-                type and device are read.
-
-        Raises:
-            torch.OutOfMemoryError: the device has no memory for the rows.
-        """
+        """Allocate memory, or clear existing memory that is large enough, for the rows of `key_states`."""
         rows = key_states.shape[0]
         if self.whole is None or not _fits(self.whole[0], key_states) or not _fits(self.whole[1], value_states):
             shape = (bucket_of(rows), -1, -1, -1)
@@ -69,8 +60,8 @@ class ReusableLayer(StaticLayer):
         return self._place(key_states, value_states)
 
     def _place(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Add one token, `[rows, heads, 1, width]`, at the position `cumulative_length`. transformers' own layer makes
-        a new tensor for the position, with two kernels in each layer."""
+        """Add one token, `[rows, heads, 1, width]`. transformers' own layer makes a new tensor for the position, with
+        two kernels in each layer."""
         position = self.cumulative_length.view(1)
         self.keys.index_copy_(2, position, key_states)
         self.values.index_copy_(2, position, value_states)
@@ -123,7 +114,7 @@ class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
 
 @functools.cache
 def _tokens_are_placed_alike() -> bool:
-    """Return whether the installed transformers stores and counts a token in the same way as `ReusableLayer._place`."""
+    """Whether the installed transformers stores and counts a token in the same way as `ReusableLayer._place`."""
     with torch.inference_mode(), torch.device("cpu"):
         states = torch.arange(1.0, 9.0).view(2, 1, 2, 2)
         one = states[:, :, :1]
@@ -148,7 +139,7 @@ _PLAIN = dict(zip(_REUSABLE.values(), _REUSABLE, strict=True))
 
 
 def unsupported_layer(cache: Cache) -> str:
-    """Return the class name of a cache or layer that has no reusable form; "" if the cache and all layers have one."""
+    """Return the class name of a cache or layer that has no reusable form."""
     if type(cache) is not StaticCache:
         return type(cache).__name__
     names = (type(layer).__name__ for layer in cache.layers if type(layer) not in _REUSABLE)
@@ -169,12 +160,10 @@ class ReusableCache:
     """A static cache of transformers whose memory is used by one call after another.
 
     Args:
-        cache: a new, unused cache without any `unsupported_layer`.
+        cache: a new, unused cache without any `unsupported_layer`; its layers become reusable.
         length: number of tokens for which the cache has room.
 
     Attributes:
-        cache: argument `cache`, with reusable layers.
-        length: argument `length`.
         layers: layers with keys and values.
         steps: key of a step → its recording; None after the first step of a kind, or the reason (text) why the step is
             not recorded. The recordings are destroyed if a layer allocates new memory.
@@ -218,9 +207,6 @@ class ReusableCache:
                 the first columns.
             rows: number of rows of this cache, a power of two.
             columns: number of columns of the growing cache, at most `length`.
-
-        Raises:
-            torch.OutOfMemoryError: the device has no memory for the rows.
         """
         for layer, source in zip(self.layers, growing, strict=True):
             layer.renew()
@@ -232,17 +218,15 @@ class ReusableCache:
 
     @property
     def is_begun(self) -> bool:
-        """Whether any layer has tokens: the prefill has begun."""
         return any(layer.is_initialized for layer in self.layers)
 
     @property
     def is_filled(self) -> bool:
-        """Whether every layer has tokens."""
         return all(layer.is_initialized for layer in self.layers)
 
     @property
     def rows(self) -> int:
-        """Number of rows for which memory was allocated; available after the first use."""
+        """Number of rows of the memory, after the first use."""
         return self.layers[0].whole[0].shape[0]
 
     @property
@@ -271,20 +255,13 @@ class ReusableCache:
                 layer.cumulative_length_int = count
 
     def snapshot(self) -> list[tuple[Tensor, Tensor]]:
-        """Return (tensor, copy of the tensor) for every tensor of the cache.
-
-        Keys and values are `[rows, heads, tokens, width]`; a count of tokens is int64 without dimensions. A copy
-        is on the CPU if the device has too little memory.
-        """
+        """Return (tensor, copy of the tensor) for every tensor of the cache."""
         tensors = [tensor for layer in self.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)]
         return [(tensor, _copied(tensor)) for tensor in tensors]
 
 
 def handed_out(cache: Cache) -> Cache:
-    """Return a copy of a reusable cache with transformers' own layers; return a cache of another kind unchanged.
-
-    The copy is needed because the next call overwrites a reusable cache.
-    """
+    """Copy a reusable cache, which the next call overwrites, with transformers' own layers. Others stay unchanged."""
     if not any(isinstance(layer, ReusableLayer) for layer in getattr(cache, "layers", ())):
         return cache
     copied = copy.copy(cache)
@@ -310,7 +287,7 @@ def _plain_copy(layer: Any) -> StaticLayer:
 
 
 def _fits(memory: Tensor, states: Tensor) -> bool:
-    """Return whether the memory has room for the rows of `states`, `[rows, heads, new tokens, width]`."""
+    """Whether the memory has room for the rows of `states`, `[rows, heads, new tokens, width]`."""
     same = memory.dtype == states.dtype and memory.device == states.device
     shapes_fit = memory.shape[1] == states.shape[1] and memory.shape[3] == states.shape[3]
     return same and shapes_fit and states.shape[0] <= memory.shape[0]

@@ -37,10 +37,8 @@ INLINE size_t most_queries(const Attention *is)
 /* Returns the number of floats of working memory that one thread needs. */
 INLINE size_t head_work(const Attention *is)
 {
-    const size_t sizes[] = {most_queries(is) * (is->width + is->tokens + LANES + is->value_width), pair_work(is), tile_work(is)};
-    size_t most = sizes[0];
-    for (size_t i = 1; i < 3; i++) most = sizes[i] > most ? sizes[i] : most;
-    return rounded_up(most, ALIGNED / sizeof(float));
+    const size_t own = most_queries(is) * (is->width + is->tokens + LANES + is->value_width);
+    return rounded_up(larger(own, larger(pair_work(is), tile_work(is))), ALIGNED / sizeof(float));
 }
 
 #define DEFINE_ATTENTION(NAME, TYPE, LOAD)                                                                    \

@@ -18,22 +18,11 @@
 #include "_tiles.h"
 #include "_vectors.h"
 
-/* Reads Python integers into a struct whose last field is a kind. Addresses are not checked. */
-static int read_struct(const char *who, PyObject *const *args, size_t count, void *values)
-{
-    if (read_numbers(args, count, values) < 0) return -1;
-    size_t kind = PyLong_AsSize_t(args[count - 1]);
-    if (kind > BF16) {
-        PyErr_Format(PyExc_ValueError, "%s: kind %zu is neither 0 (fp32) nor 1 (bf16)", who, kind);
-        return -1;
-    }
-    return 0;
-}
-
 /* Returns working memory at a cache line: the processor loads a tile whose rows divide cache lines at half the speed. */
 static float *new_work(size_t bytes) { return aligned_alloc(ALIGNED, rounded_up(bytes + 1, ALIGNED)); }
 
-/* Defines a Python function. Its arguments are the fields of STRUCT, in their order, and then FLOATS floats. */
+/* Defines a Python function. Its arguments are the fields of STRUCT, in their order, and then FLOATS floats. The numbers are
+ * not checked: `operators.py` and `layer_halves.py` check the tensors. */
 #define DEFINE_FUNCTION(NAME, STRUCT, FLOATS)                                                                   \
     static PyObject *py_##NAME(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)            \
     {                                                                                                           \
@@ -43,7 +32,7 @@ static float *new_work(size_t bytes) { return aligned_alloc(ALIGNED, rounded_up(
         if (nargs != SIZES + FLOATS)                                                                            \
             return PyErr_Format(PyExc_TypeError, "%s: %d arguments expected, %zd given", #NAME, SIZES + FLOATS, \
                                 nargs);                                                                         \
-        if (read_struct(#NAME, args, SIZES, &is) < 0) return NULL;                                              \
+        if (read_numbers(args, SIZES, &is) < 0) return NULL;                                                    \
         for (size_t i = 0; i < FLOATS; i++) floats[i] = (float)PyFloat_AsDouble(args[SIZES + i]);               \
         if (PyErr_Occurred()) return NULL;                                                                      \
         float *work = new_work(NAME##_work_bytes(&is));                                                         \
@@ -61,9 +50,9 @@ DEFINE_FUNCTION(attention, Attention, 1)
 DEFINE_FUNCTION(attention_half, AttentionHalf, 4)
 DEFINE_FUNCTION(feed_half, FeedHalf, 1)
 
-/* Runs decoder layers for one or more steps. Arguments: a `Kernel` for sums over the ranks, or None; the kind of the sums; a
- * bytes object of `Layer` structs; the address of x; then, step by step, a bytes object of `Cached` structs, one a layer,
- * and the fields of `Step`. Returns a status of `Kernel.all_reduce`. */
+/* Runs decoder layers for one or more steps. Arguments: a `Kernel` for sums over the ranks, or None if no layer has any; the
+ * kind of the sums; a bytes object of `Layer` structs; the address of x; then, step by step, a bytes object of `Cached`
+ * structs, one a layer, and the fields of `Step`. Returns a status of `Kernel.all_reduce`. */
 static PyObject *py_decoder_layers(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
     enum { FIRST = 4, STEP_SIZES = sizeof(Step) / sizeof(size_t), OF_STEP = STEP_SIZES + 1 };
@@ -79,9 +68,6 @@ static PyObject *py_decoder_layers(PyObject *Py_UNUSED(module), PyObject *const 
         if (!stack.sums) return NULL;
     }
     stack.sum_kind = PyLong_AsSize_t(args[1]);
-    for (size_t i = 0; i < count && !stack.sums; i++)
-        if (stack.layers[i].attention_is_partial || stack.layers[i].feed_is_partial)
-            return PyErr_Format(PyExc_ValueError, "decoder_layers: layer %zu needs a kernel for sums over the ranks", i);
     if (PyErr_Occurred()) return NULL;
     if (read_numbers(args + FIRST - 1, 1, &stack.x) < 0) return NULL;
     for (size_t i = 0; i < steps; i++) {
@@ -89,7 +75,7 @@ static PyObject *py_decoder_layers(PyObject *Py_UNUSED(module), PyObject *const 
         if (!PyBytes_Check(step[0]) || (size_t)PyBytes_GET_SIZE(step[0]) != count * sizeof(Cached))
             return PyErr_Format(PyExc_TypeError, "decoder_layers: step %zu needs the bytes of %zu caches", i, count);
         stack.caches[i] = (const Cached *)PyBytes_AS_STRING(step[0]);
-        if (read_struct("decoder_layers", step + 1, STEP_SIZES, &stack.step[i]) < 0) return NULL;
+        if (read_numbers(step + 1, STEP_SIZES, &stack.step[i]) < 0) return NULL;
     }
     float *work = new_work(stack_work_bytes(&stack));
     PyObject *result = work ? run_stack(&stack, work) : PyErr_NoMemory();
@@ -97,15 +83,14 @@ static PyObject *py_decoder_layers(PyObject *Py_UNUSED(module), PyObject *const 
     return result;
 }
 
-/* Converts a mask into spans. The arguments are the fields of `Seen`. Returns whether spans can express the mask. */
+/* Converts a mask of 1 to `tokens` queries into spans. The arguments are the fields of `Seen`. Returns whether spans can
+ * express the mask. */
 static PyObject *py_spans(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
     enum { SIZES = sizeof(Seen) / sizeof(size_t) };
     Seen seen;
     if (nargs != SIZES) return PyErr_Format(PyExc_TypeError, "spans: %d arguments expected, %zd given", SIZES, nargs);
     if (read_numbers(args, SIZES, &seen) < 0) return NULL;
-    if (!seen.queries || seen.queries > seen.tokens)
-        return PyErr_Format(PyExc_ValueError, "spans: %zu queries, but 1 to %zu are possible", seen.queries, seen.tokens);
     return PyBool_FromLong(are_spans(&seen));
 }
 
@@ -160,7 +145,6 @@ static PyObject *py_use_threads(PyObject *Py_UNUSED(module), PyObject *const *ar
     size_t threads;
     if (nargs != 1) return PyErr_Format(PyExc_TypeError, "use_threads: 1 argument expected, %zd given", nargs);
     if (read_numbers(args, 1, &threads) < 0) return NULL;
-    if (!threads) return PyErr_Format(PyExc_ValueError, "use_threads: threads must be at least 1");
     set_team(threads);
     Py_RETURN_NONE;
 }

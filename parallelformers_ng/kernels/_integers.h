@@ -111,7 +111,7 @@ INLINE size_t met_bytes(size_t rows, size_t in)
 {
     const size_t laid = rows * rounded_up(in, CHUNK) * sizeof(float);
     const size_t limbs = rows * limbs_bytes(in) + byte_tiles_work_bytes(rows, in);
-    return (laid > limbs ? laid : limbs) + ALIGNED;
+    return larger(laid, limbs) + ALIGNED;
 }
 
 /* Returns the bytes of the products, and of one row of x. */

@@ -67,8 +67,6 @@ INLINE Attention attention_of(const AttentionHalf *is, const void *q, void *y)
     };
 }
 
-INLINE size_t larger(size_t a, size_t b) { return a > b ? a : b; }
-
 /* Halves of the same layer, for tokens over different caches: `x` and `y` of the first half have the rows of all halves. */
 typedef struct {
     const AttentionHalf *halves;

@@ -29,7 +29,7 @@ enum { BLOCK_8 = LIMBS * CHUNK, BLOCK_4 = LIMBS * PAIRS + CHUNK };
 INLINE size_t limbs_bytes(size_t in)
 {
     const size_t eight = rounded_up(in, CHUNK) / CHUNK * BLOCK_8, four = rounded_up(in, PAIRS) / PAIRS * BLOCK_4;
-    return (eight > four ? eight : four) + (LIMBS + 1) * CHUNK;
+    return larger(eight, four) + (LIMBS + 1) * CHUNK;
 }
 
 INLINE float limb_step(const int8_t *limbs, size_t in)

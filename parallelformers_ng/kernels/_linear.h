@@ -228,7 +228,7 @@ static void product_bf16(const void *job, size_t first, size_t end, size_t threa
 }
 
 /* Computes y `[rows, out]`. bf16 uses the tile unit, or products in pairs. A single row does, too, so that the sums of a row
- * do not depend on other rows. `work` has `matrix_work_bytes` bytes. */
+ * do not depend on other rows. For integers, `work` has `integers_work_bytes` bytes. */
 #define DEFINE_MATRIX(NAME, TYPE, KIND)                                                                            \
     INLINE void matrix_##NAME(Input *input, const Matrix *m, TYPE *y, size_t out, float *work)                    \
     {                                                                                                             \
@@ -245,11 +245,6 @@ static void product_bf16(const void *job, size_t first, size_t end, size_t threa
 DEFINE_MATRIX(f32, float, F32)
 DEFINE_MATRIX(bf16, uint16_t, BF16)
 
-INLINE size_t matrix_work_bytes(const Matrix *m, size_t rows, size_t in, size_t out)
-{
-    return m->scale ? integers_work_bytes(rows, in, out) : 0;
-}
-
 typedef struct {
     const void *x;
     Matrix matrix;
@@ -265,7 +260,8 @@ typedef struct {
 
 INLINE size_t linear_work_bytes(const Linear *is)
 {
-    return input_work_bytes(is->rows, is->in) + matrix_work_bytes(&is->matrix, is->rows, is->in, is->out);
+    const size_t products = is->matrix.scale ? integers_work_bytes(is->rows, is->in, is->out) : 0;
+    return input_work_bytes(is->rows, is->in) + products;
 }
 INLINE size_t rms_norm_work_bytes(const RmsNorm *is) { return (void)is, 0; }
 

@@ -31,6 +31,7 @@ enum { ROWS = 4, STEP = LANES, CHUNK = 64, TOGETHER = 8, BYTES_AHEAD = 8192 };
 typedef int8_t Bytes __attribute__((vector_size(STEP)));
 
 INLINE size_t rows_together(size_t left) { return left >= ROWS ? ROWS : left >= 2 ? 2 : 1; }
+INLINE size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 INLINE size_t rounded_up(size_t count, size_t to) { return (count + to - 1) / to * to; }
 INLINE size_t per_byte(const Matrix *m) { return m->group ? 2 : 1; }
 

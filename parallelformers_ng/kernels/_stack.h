@@ -55,8 +55,8 @@ static size_t stack_work_bytes(const Stack *s)
         AttentionHalf halves[MOST_STEPS];
         for (size_t i = 0; i < s->steps; i++) halves[i] = (AttentionHalf){.weights = layer->attention, .step = s->step[i]};
         const FeedHalf feed = {.weights = layer->feed, .rows = rows};
-        size_t bytes[] = {attention_halves_work_bytes((AttentionHalves){halves, s->steps}), feed_half_work_bytes(&feed)};
-        for (size_t half = 0; half < 2; half++) most = bytes[half] > most ? bytes[half] : most;
+        most = larger(most, attention_halves_work_bytes((AttentionHalves){halves, s->steps}));
+        most = larger(most, feed_half_work_bytes(&feed));
     }
     return most + 3 * rows * s->layers->attention.hidden * sizeof(float);
 }

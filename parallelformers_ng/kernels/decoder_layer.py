@@ -53,8 +53,7 @@ class FusedDecoderLayer(nn.Module):
         return residual + layer.mlp(layer.post_attention_layernorm(residual))
 
     def halves(self) -> tuple[AttentionHalf | None, FeedHalf | None]:
-        """Return this layer's halves; None for a half that the kernel cannot compute. The halves are kept until a
-        parameter is replaced or moved."""
+        """The halves, kept until a parameter is replaced or moved; None for a half that the kernel cannot compute."""
         known: tuple[AttentionHalf | None, FeedHalf | None] | None = self.__dict__.get("_kernel_halves")
         if known is None or not all(half is None or half.guard.holds() for half in known):
             known = self.__dict__["_kernel_halves"] = _attention_half(self), _feed_half(self)
@@ -63,12 +62,10 @@ class FusedDecoderLayer(nn.Module):
         return known
 
     def forget(self) -> None:
-        """Drop the kept halves, so that the next step reads the modules again."""
         self.__dict__.pop("_kernel_halves", None)
 
 
 def _attention_half(layer: Any) -> AttentionHalf | None:
-    """Return the attention half of a decoder layer; None if the kernel cannot compute the half."""
     attention = layer.self_attn
     kind: type = type(attention)
     normed = normed_heads(kind)
@@ -91,11 +88,11 @@ def _attention_half(layer: Any) -> AttentionHalf | None:
             norm is None or norm.weight.shape == (size,) for norm, size in zip(norms, (q[1], width, width), strict=True)
         )
     )
-    return AttentionHalf(attention, linears, norms).unless_patched() if fits else None
+    half = AttentionHalf(attention, linears, norms) if fits else None
+    return None if half is None or half.guard.patched else half
 
 
 def _feed_half(layer: Any) -> FeedHalf | None:
-    """Return the feed-forward half of a decoder layer; None if the kernel cannot compute the half."""
     mlp = layer.mlp
     kind: type = type(mlp)
     if not is_gated_feed_forward(kind) or not is_silu(type(mlp.act_fn)):
@@ -105,7 +102,8 @@ def _feed_half(layer: Any) -> FeedHalf | None:
         return None
     gate, up, down = map(shape_of, linears)
     fits = gate == up and down == (gate[1], gate[0]) and gate[0] > 0 and norms[0].weight.shape == (gate[1],)
-    return FeedHalf(mlp, linears, norms).unless_patched() if fits else None
+    half = FeedHalf(mlp, linears, norms) if fits else None
+    return None if half is None or half.guard.patched else half
 
 
 def _are_readable(linears: Sequence[Any], norms: Sequence[Any]) -> bool:

@@ -23,8 +23,8 @@ from parallelformers_ng.kernels.recognition import is_decoder, is_gated_feed_for
 from parallelformers_ng.sharding.cache_names import CACHE
 from parallelformers_ng.sharding.placed import Placed
 
+# Largest number of steps that one call of C computes.
 MOST_STEPS: int = getattr(_decode, "MOST_STEPS", 1)
-"""Largest number of steps that one call of C computes."""
 
 
 def bytes_ahead(model: nn.Module) -> int:
@@ -47,9 +47,8 @@ class LayersAsOne(nn.ModuleList):
     """
 
     as_one = False
-    _view: Any = None
-    _guards: Sequence[Guard] = ()
-    _was_read = False  # a failed check whether layers can run as one is not repeated
+    # The view, also None, and its guards. A failed check whether layers can run as one is not repeated.
+    _known: tuple[Any, Sequence[Guard]] | None = None
 
     def __getitem__(self, index: Any) -> Any:
         if self.as_one and isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
@@ -57,38 +56,33 @@ class LayersAsOne(nn.ModuleList):
         return super().__getitem__(index)
 
     def run(self, hidden: Tensor, **kwargs: Any) -> Tensor:
-        """Return the last layer's output for `hidden`, `[batch, tokens, hidden]`, computed by the modules. Every layer
-        gets `kwargs`. Subclasses also compute the output by kernels."""
+        """Return the last layer's output, computed by the modules. Subclasses also compute it by kernels."""
         for layer in self:
             hidden = layer(hidden, **kwargs)
         return hidden
 
     def view(self) -> Any:
-        """Return the kernels' view of the layers; None if the kernels cannot compute all layers. The view is kept until
-        a parameter is replaced or moved."""
+        """The kernels' view of the layers, kept until a parameter is replaced or moved; None if the kernels cannot
+        compute all layers."""
         if any(layer.training for layer in self):
             return None
-        if not self._was_read or not all(guard.holds() for guard in self._guards):
-            self._view, self._guards = self._new_view()
-            self._was_read = True
-        return self._view
+        if self._known is None or not all(guard.holds() for guard in self._known[1]):
+            self._known = self._new_view()
+        return self._known[0]
 
     def _new_view(self) -> tuple[Any, Sequence[Guard]]:
-        """Return a new view of the layers, and the guards that say whether the view is still valid."""
+        """Return a view, and the guards that say whether the view is still valid."""
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Drop the kept view, so that the next step reads the layers again."""
-        self._view, self._guards, self._was_read = None, (), False
+        self._known = None
 
 
 class DecoderStack(LayersAsOne):
-    """Decoder layers that the C kernels compute in one call.
-
-    The modules compute a step that the kernels cannot compute.
+    """Decoder layers that the C kernels compute in one call, if they can.
 
     Attributes:
-        instead: function that `run` calls instead of `run_alone`; None for no function.
+        instead: function that `run` calls instead of `run_alone`.
     """
 
     instead: Callable[..., Tensor] | None = None
@@ -97,7 +91,6 @@ class DecoderStack(LayersAsOne):
         return (self.instead or self.run_alone)(hidden, **kwargs)
 
     def run_alone(self, hidden: Tensor, **kwargs: Any) -> Tensor:
-        """Return the output of `run`, although `instead` is set."""
         step = self.step_in_c(hidden, **kwargs)
         layer: Any
         last = self[-1]
@@ -119,13 +112,7 @@ class DecoderStack(LayersAsOne):
         return 0 if view is None else view.most_rows
 
     def step_in_c(self, hidden: Tensor, **kwargs: Any) -> StepInC | None:
-        """Return the arguments of one call of C that computes all layers of this rank; None if C cannot compute the
-        layers.
-
-        Args:
-            hidden: input of the first layer, `[batch, tokens, hidden]`.
-            kwargs: further arguments of every layer.
-        """
+        """Return one call of C that computes all layers of this rank; None if C cannot compute the layers."""
         stack: _StackInC | None = self.view() if is_step(hidden) and may_serve() else None
         step = None if stack is None else stack.step_for(hidden, **kwargs)
         return None if stack is None or step is None else StepInC(stack, hidden, step, kwargs[CACHE])
@@ -143,9 +130,6 @@ def with_layers_as_one(cls: Any, device: str = "cpu") -> Any:
     """Return a subclass of a model's class whose forward runs its `layers`, a `LayersAsOne`, as one layer.
 
     The model's forward must do nothing between its layers.
-
-    Args:
-        device: type of the device that computes.
     """
 
     @functools.wraps(cls.forward)
@@ -164,12 +148,7 @@ def with_layers_as_one(cls: Any, device: str = "cpu") -> Any:
 
 
 class _StackInC:
-    """The kernel's arguments for decoder layers; the kernel computes both halves of every layer.
-
-    Attributes:
-        guard: guard of all layers.
-        most_rows: largest number of rows that the kernel multiplies.
-    """
+    """The kernel's arguments for decoder layers; the kernel computes both halves of every layer."""
 
     def __init__(self, layers: Iterable[nn.Module], halves: list[tuple[AttentionHalf, FeedHalf]]) -> None:
         self._attentions = [attention for attention, _ in halves]
@@ -185,7 +164,7 @@ class _StackInC:
 
     @classmethod
     def of(cls, layers: list[nn.Module]) -> _StackInC | None:
-        """Return the kernel's arguments for decoder layers; None if one call cannot run all layers."""
+        """Return the arguments; None if one call cannot run all layers."""
         halves = [layer.halves() if isinstance(layer, FusedDecoderLayer) else (None, None) for layer in layers]
         known = [(attention, feed) for attention, feed in halves if attention is not None and feed is not None]
         if not known or len(known) < len(halves):
@@ -202,7 +181,7 @@ class _StackInC:
         return None if stack is None or stack.guard.patched else stack
 
     def step_for(self, hidden: Tensor, **kwargs: Any) -> Step | None:
-        """Return the step for `run`, made from the layers' arguments; None if the kernel cannot compute the step."""
+        """Return the step for the layers' arguments; None if the kernel cannot compute the step."""
         step = None if self.guard.has_hooks() else self._first.step_for(hidden, **kwargs)
         cache: Any = kwargs.get(CACHE)
         if step is None or joint_room(cache, self._cached(cache)) is not None:
@@ -212,12 +191,10 @@ class _StackInC:
         return step if len({attention.tokens_in(cache) for attention in self._attentions}) == 1 else None
 
     def _cached(self, cache: DynamicCache) -> list[Any]:
-        """Return the layers' keys and values in a cache that has them; otherwise nothing."""
         return [cache.layers[place] for place in self._places] if max(self._places) < len(cache.layers) else []
 
     def _lengthened(self, cache: DynamicCache, step: Step) -> bytes:
-        """Make room for new tokens in the cache, and return the addresses and strides of keys and values: a struct
-        `Cached` of `_queries.h` for each layer."""
+        """Make room for new tokens in the cache; return a struct `Cached` of `_queries.h` for each layer."""
         if self._shares_room:
             layers = self._cached(cache)
             has_tokens = layers[0].is_initialized and layers[0].keys.numel()
@@ -248,14 +225,7 @@ class _StackInC:
 
 
 class StepInC(NamedTuple):
-    """A step of decoder layers that one call of C computes, alone or beside steps over other caches.
-
-    Attributes:
-        stack: the layers.
-        hidden: input of the first layer, `[batch, tokens, hidden]`.
-        step: arguments of the step.
-        cache: cache of the step.
-    """
+    """One decode step, ready for C; several steps over different caches can share a call."""
 
     stack: _StackInC
     hidden: Tensor
@@ -263,11 +233,9 @@ class StepInC(NamedTuple):
     cache: DynamicCache
 
     def run(self) -> Tensor:
-        """Return the last layer's output, `[batch, tokens, hidden]`."""
         return self.stack.run(self)[0]
 
     def fits_beside(self, others: Sequence[StepInC]) -> bool:
-        """Return whether one call of C can compute the step and other steps."""
         rows = sum(each.hidden.shape[:2].numel() for each in (self, *others))
         differ = all(self.stack is other.stack and self.cache is not other.cache for other in others)
         return differ and len(others) < MOST_STEPS and rows <= self.stack.most_rows
@@ -278,7 +246,7 @@ def _is_partial(half: AttentionHalf | FeedHalf) -> bool:
 
 
 def _packed(attention: AttentionHalf, feed: FeedHalf) -> bytes:
-    """Return the bytes of a struct `Layer` of `_stack.h`."""
+    # A struct `Layer` of `_stack.h`.
     numbers = (*attention.static, *feed.static, _is_partial(attention), _is_partial(feed))
     floats = (*attention.epsilons, attention.scaling, *feed.epsilons)
     return struct.pack(f"={len(numbers)}Q{len(floats)}f4x", *numbers, *floats)

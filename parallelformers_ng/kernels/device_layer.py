@@ -1,27 +1,27 @@
 """Llama's decoder layer for one new token of each sequence on a CUDA device, in ten kernels: those of `kernels/triton`
 and the products of the layer's own modules.
-
-1. Residual + norm.
-2. q, k, v: quantized weights in one kernel, others as `side_by_side.py` computes them.
-3. Positions of q and k, and the write of k and v into the cache.
-4. Attention, two kernels.
-5. The output projection.
-6. Residual + norm.
-7. gate, up: as q, k, v.
-8. act(gate) ⊙ up.
-9. The down projection.
-
-Products of quantized weights with few outputs are partial results. The kernel of the next line adds them, see
-`triton/partial_results.py`. Before a sum over several ranks an eleventh and a twelfth kernel do, after lines 5 and 9.
-
-The modules stay what they are. They serve prompts and all that the kernels do not, and the kernels are compared with
-them: see `step_kernels.py`. Figures: benchmarks/results/gpu.md.
 """
+
+# 1. Residual + norm.
+# 2. q, k, v: quantized weights in one kernel, others as `side_by_side.py` computes them.
+# 3. Positions of q and k, and the write of k and v into the cache.
+# 4. Attention, two kernels.
+# 5. The output projection.
+# 6. Residual + norm.
+# 7. gate, up: as q, k, v.
+# 8. act(gate) ⊙ up.
+# 9. The down projection.
+#
+# Products of quantized weights with few outputs are partial results. The kernel of the next line adds them, see
+# `triton/partial_results.py`. Before a sum over several ranks an eleventh and a twelfth kernel do, after lines 5 and 9.
+#
+# The modules stay what they are. They serve prompts and all that the kernels do not, and the kernels are compared with
+# them: see `step_kernels.py`. Figures: benchmarks/results/gpu.md.
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,32 +43,27 @@ from parallelformers_ng.sharding.encoding import SCALE
 from parallelformers_ng.sharding.linear import RowParallel
 from parallelformers_ng.sharding.quantized import QuantizedLinear
 
+# Widest hidden states of the norm kernel.
 MOST_COLUMNS = 1 << 14
-"""Widest hidden states of the norm kernel."""
+# Rows of the weight-only products. With more, a weight is dequantized once for all of them.
 _MOST_ROWS = 32
-"""Rows of the weight-only products. With more, a weight is dequantized once for all of them."""
 _GROUP = 32
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class DeviceStep:
+class DeviceStep(NamedTuple):
     """The arguments that all layers of a decode step share, in the form that the kernels need.
-
-    Args:
-        cos, sin: cosines and sines of the positions, `[rows or 1, 1, width]`.
-        mask: bool `[rows or 1, 1, 1, positions]`; False hides a position of the cache.
-        cache: static cache of the step.
 
     Attributes:
         cos, sin: cosines and sines of the positions, `[rows or 1, width]`.
         mask: bytes `[rows or 1, positions]`; 0 hides a position of the cache.
-        cache: argument `cache`.
+        cache: static cache of the step.
     """
 
-    def __init__(self, cos: Tensor, sin: Tensor, mask: Tensor, cache: StaticCache) -> None:
-        self.cos, self.sin = cos.flatten(0, 1), sin.flatten(0, 1)
-        self.mask = mask.flatten(0, 2).view(torch.uint8)
-        self.cache: Any = cache
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor
+    cache: Any
 
     @classmethod
     def of(
@@ -78,49 +73,36 @@ class DeviceStep:
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> DeviceStep | None:
-        """Return the step for a layer's arguments; None if the kernels cannot compute the step.
-
-        Args:
-            hidden: input of the layer, `[rows, 1, hidden]`.
-            attention_mask: bool `[rows or 1, 1, 1, positions]`.
-            position_embeddings: cosines and sines of the positions, `[rows or 1, 1, width]` each.
-            others: further arguments of the layer, by name; one is the static cache.
-        """
+        """Return the step for a layer's arguments; None if the kernels cannot compute it."""
         cache = others.pop(CACHE, None)
         others.pop("is_causal", None)  # a single new token sees all earlier tokens in any case
         if attention_mask is None or position_embeddings is None:
             return None
         rows = hidden.shape[0]
-        fits = (
-            hidden.ndim == 3
-            and hidden.shape[1] == 1
+        if not (
+            hidden.shape[1:-1] == (1,)
             and hidden.is_contiguous()
             and hidden.dtype in _DTYPES
             and type(cache) is StaticCache
             and attention_mask.dtype is torch.bool
-            and attention_mask.ndim == 4
+            and attention_mask.shape[1:-1] == (1, 1)
             and attention_mask.shape[0] in (1, rows)
-            and attention_mask.shape[1:3] == (1, 1)
             and attention_mask.is_contiguous()
             and all(is_rotation(angles, (rows, 1, *angles.shape[2:]), hidden.dtype) for angles in position_embeddings)
             and all(angles.is_contiguous() for angles in position_embeddings)
             and are_harmless(others)
-        )
-        return cls(*position_embeddings, attention_mask, cache) if fits else None
+        ):
+            return None
+        cos, sin = (angles.flatten(0, 1) for angles in position_embeddings)
+        return cls(cos, sin, attention_mask.flatten(0, 2).view(torch.uint8), cache)
 
 
 class DeviceLayer:
-    """The kernels' view of one decoder layer of Llama's kind (`transformers.models.llama`).
-
-    The kernels compute one new token of each sequence. Only `of` checks whether the kernels can compute the layer.
+    """The kernels' view of one decoder layer of Llama's kind, for one new token of each sequence.
 
     Args:
-        layer: the decoder layer.
-        operators: object with the operators of `kernels/triton` as attributes: `norm`, `sum_and_norm`,
-            `rotate_and_write`, `attend`, `gated`, `byte_product`, `nibble_product` and `summed`.
-
-    Attributes:
-        guard: check that the norms' weights are the same tensors as before, and that no replaced module has a hook.
+        layer: a layer that `of` has checked.
+        operators: the operators of `kernels/triton`, as attributes.
     """
 
     def __init__(self, layer: Any, operators: Any) -> None:
@@ -135,30 +117,20 @@ class DeviceLayer:
 
     @classmethod
     def of(cls, layer: Any, operators: Any) -> DeviceLayer | None:
-        """Return the kernels' view of a decoder layer; None if the kernels cannot compute the layer.
-
-        Args:
-            layer: the decoder layer.
-            operators: operators of `kernels/triton`, as for `DeviceLayer`.
-        """
-        attention: Any = getattr(layer, "self_attn", None)
-        kind: Any = type(attention)
-        feed_forward: Any = getattr(layer, "mlp", None)
-        layer_kind: Any = type(layer)
-        feed_forward_kind: Any = type(feed_forward)
-        if (
-            not is_decoder_layer(layer_kind)
-            or attention is None
-            or normed_heads(kind) is None
-            or not is_gated_feed_forward(feed_forward_kind)
-            or not is_silu(type(feed_forward.act_fn))
-        ):
+        """Return the view of a layer; None if the kernels cannot compute it."""
+        kind: Any = type(layer)
+        if not is_decoder_layer(kind):
+            return None
+        attention, mlp = layer.self_attn, layer.mlp
+        of_attention: Any = type(attention)
+        of_mlp: Any = type(mlp)
+        normed = normed_heads(of_attention)
+        if normed is None or not is_gated_feed_forward(of_mlp) or not is_silu(type(mlp.act_fn)):
             return None
         known = cls(layer, operators)
-        norms = [*known._norms, *known._head_norms]
         fits = (
-            bool(known._head_norms) == bool(normed_heads(kind))
-            and all(isinstance(norm, DeviceRMSNorm) for norm in norms)
+            bool(known._head_norms) == normed
+            and all(isinstance(norm, DeviceRMSNorm) for norm in (*known._norms, *known._head_norms))
             and all(norm.weight.shape == (attention.head_dim,) for norm in known._head_norms)
             and all(norm.weight.shape[0] <= MOST_COLUMNS for norm in known._norms)
             and all(isinstance(each, nn.Linear) for each in (attention.q_proj, attention.k_proj, attention.v_proj))
@@ -169,12 +141,7 @@ class DeviceLayer:
         return known if fits and not known.guard.patched else None
 
     def fits(self, hidden: Tensor, step: DeviceStep) -> bool:
-        """Return whether the kernels can compute this layer for a step.
-
-        Args:
-            hidden: input of the layer, `[rows, 1, hidden]`.
-            step: arguments that all layers share.
-        """
+        """Return whether the kernels can compute this layer for a step with input `hidden`, `[rows, 1, hidden]`."""
         attention, layers = self._attention, step.cache.layers
         cached = layers[attention.layer_idx] if attention.layer_idx < len(layers) else None
         if type(cached) is not ReusableLayer or not cached.is_initialized or not is_usual():
@@ -195,53 +162,44 @@ class DeviceLayer:
         )
 
     def cached(self, step: DeviceStep) -> ReusableLayer:
-        """Return this layer's part of a step's cache."""
         layer: ReusableLayer = step.cache.layers[self._attention.layer_idx]
         return layer
 
     def run(self, residual: Tensor, added: Tensor | None, step: DeviceStep) -> tuple[Tensor, Tensor]:
-        """Compute this layer for one new token of each row.
-
-        The method writes the token's keys and values to the cache, and counts the token there.
+        """Compute this layer, and count the new token in the cache.
 
         Args:
             residual: sum of the embedding and of the outputs of earlier halves of layers, `[rows, 1, hidden]`.
             added: output of the previous layer's feed-forward, which is not yet in `residual`, as partial results,
                 `[splits, rows, hidden]`. None if `residual` is the layer's whole input.
-            step: arguments that all layers share.
 
         Returns:
-            (residual with attention's output, `[rows, 1, hidden]`; output of the feed-forward, as partial results,
-            `[splits, rows, hidden]`), both summed over the ranks. `output` returns the sum of the two.
+            The residual and added for the next layer; `output` returns the sum of the two.
         """
         residual, normed = self._normed(self._norms[0], residual, added)
         residual, normed = self._normed(self._norms[1], residual, self._attended(normed, step))
         gate, up = self._products((self._mlp.gate_proj, self._mlp.up_proj), normed)
-        gated = self._operators.gated(gate, up, "silu", normed.dtype)
+        gated = self._operators.gated(gate, up, normed.dtype)
         return residual, self._products([self._mlp.down_proj], gated.unsqueeze(1))[0]
 
     def output(self, residual: Tensor, added: Tensor) -> Tensor:
-        """Return the output of a layer, `[rows, 1, hidden]`, from the two results of `run`."""
         return residual + self._operators.summed(added, residual.dtype).unsqueeze(1)
 
     def _normed(self, norm: Any, residual: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
         weight, epsilon = norm._parameters["weight"], norm.variance_epsilon
         if added is None:
-            return residual, self._operators.norm(residual, weight, None, epsilon, False)
-        residual, normed = self._operators.sum_and_norm(residual, added, weight, None, epsilon, False)
-        return residual, normed
+            return residual, self._operators.norm(residual, weight, epsilon)
+        normed: tuple[Tensor, Tensor] = self._operators.sum_and_norm(residual, added, weight, epsilon)
+        return normed
 
     def _attended(self, normed: Tensor, step: DeviceStep) -> Tensor:
-        """Return what attention adds to the residual."""
         attention, cached = self._attention, self.cached(step)
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        q, k, v = self._products(projections, normed)
+        q, k, v = self._products((attention.q_proj, attention.k_proj, attention.v_proj), normed)
         weights = [norm._parameters["weight"] for norm in self._head_norms] or [None, None]
         epsilon = self._head_norms[0].variance_epsilon if self._head_norms else 0.0
         keys, values, count = cached.keys, cached.values, cached.cumulative_length.view(1)
         q = self._operators.rotate_and_write(q, k, v, step.cos, step.sin, *weights, epsilon, keys, values, count)
-        scale = float(attention.scaling)
-        attended = self._operators.attend(q, keys, values, count, 1, scale, step.mask, 0, None, count)
+        attended = self._operators.attend(q, keys, values, count, float(attention.scaling), step.mask, count)
         return self._products([attention.o_proj], attended.unsqueeze(1))[0]
 
     def _products(self, layers: Sequence[Any], states: Tensor) -> Sequence[Tensor]:
@@ -250,8 +208,9 @@ class DeviceLayer:
         operator = self._operator(layers, states)
         if operator is None:
             return [layer(states).flatten(0, -2).unsqueeze(0) for layer in layers]
-        weights, scales, biases = _small_parts(layers)
-        output = operator(states, weights, scales, biases)
+        names = ("weight", "weight" + SCALE, "bias")
+        weights, scales, biases = ([layer._parameters[name] for layer in layers] for name in names)
+        output = operator(states, weights, scales, [] if biases[0] is None else biases)
         if isinstance(layers[0], RowParallel) and layers[0].communicator.world_size > 1:
             whole = self._operators.summed(output, states.dtype)
             output = layers[0].communicator.all_reduce(whole).unsqueeze(0)
@@ -261,10 +220,11 @@ class DeviceLayer:
         """Return the operator that multiplies by the quantized weights of all layers; None if no kernel reads them."""
         if states.shape[0] > _MOST_ROWS or not all(_is_read(layer, states.dtype) for layer in layers):
             return None
-        kinds = {layer.encodings["weight"][0].kind for layer in layers}
-        if len(kinds) > 1 or len({layer._parameters["bias"] is None for layer in layers}) > 1:
+        kinds = {(layer.encodings["weight"][0].kind, layer._parameters["bias"] is None) for layer in layers}
+        if len(kinds) > 1:
             return None
-        return self._operators.nibble_product if kinds == {"int4"} else self._operators.byte_product
+        is_int4 = layers[0].encodings["weight"][0].kind == "int4"
+        return self._operators.nibble_product if is_int4 else self._operators.byte_product
 
 
 def _is_read(layer: Any, dtype: torch.dtype) -> bool:
@@ -284,15 +244,7 @@ def _is_read(layer: Any, dtype: torch.dtype) -> bool:
 
 
 def _is_plain(cls: type) -> bool:
-    """Return whether a class is a quantized linear layer, or such a layer whose outputs are summed over the ranks."""
+    """Whether a class is a quantized linear layer, or such a layer whose outputs are summed over the ranks."""
     if cls.__bases__[0] is RowParallel:
         cls = cls.__bases__[1]
     return cls is QuantizedLinear or QuantizedLinear in cls.__bases__
-
-
-def _small_parts(layers: Sequence[nn.Module]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return the small numbers, the scales and the biases of quantized layers."""
-    weights, scales, biases = (
-        [layer._parameters[name] for layer in layers] for name in ("weight", "weight" + SCALE, "bias")
-    )
-    return weights, scales, [] if biases[0] is None else biases

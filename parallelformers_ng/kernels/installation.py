@@ -75,11 +75,7 @@ def forget(model: nn.Module) -> None:
 
 
 def _change(model: nn.Module, left: Collection[str] = (), checked: bool = False) -> None:
-    """Change the classes of a model's modules.
-
-    Args:
-        checked: whether to change decoder layers without comparing the kernels with transformers.
-    """
+    # `checked`: change decoder layers without comparing the kernels with transformers.
     classes: set[type] = {type(module) for module in model.modules()}
     one_by_one = torch.get_num_threads() == 1 or any(is_decoder(cls) for cls in classes)
     for path, module in model.named_modules():
@@ -101,11 +97,9 @@ def _change(model: nn.Module, left: Collection[str] = (), checked: bool = False)
 
 @functools.cache
 def layers_agree() -> bool:
-    """Return whether the kernels and the installed transformers give the same outputs of decoder layers.
+    """Compare the kernels with the installed transformers on small random models; log a warning if they differ.
 
-    The comparison takes a tenth of a second; `compare_before_forks` makes the comparison once for all ranks.
-
-    If a small random model has other outputs, the function logs a warning. Later calls return the first result.
+    The comparison takes a tenth of a second; `compare_before_forks` makes it once for all ranks.
     """
     models = [*((family, False) for family in dict.fromkeys((*ATTENTIONS, *LAYERS))), (LAYERS[0], True)]
     return all(agree(f"{model[0]} layers are", functools.partial(_outputs, *model)) for model in models)
@@ -114,7 +108,7 @@ def layers_agree() -> bool:
 def _outputs(family: str, quantized: bool) -> tuple[Tensor, Tensor]:
     """Return the outputs of the kernels and of transformers for one step of a small, random fp32 model of a family.
 
-    If `quantized`, torch computes the expected outputs from int8 and int4 weights.
+    If `quantized`, both compute with int8 and int4 weights.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed CUDA in every fork

@@ -36,10 +36,6 @@ class JointPass:
         embedding of other prompts ─┼─ all layers, in one call ┤                              ├─ head
         embedding of the rows ──────┘                          └─ rows ───────────────────────┘
 
-    Args:
-        model: model of the rank.
-        stack: the only stack of layers of the model.
-
     Attributes:
         most_tokens: largest number of tokens of all steps together; 0 if C cannot compute the layers.
     """
@@ -54,8 +50,8 @@ class JointPass:
 
     @classmethod
     def of(cls, model: nn.Module) -> JointPass | None:
-        """Return a pass of a model; None if other ranks have layers, if the model has no stack of layers, or if hooks
-        or foreign code would see the tokens of several steps together."""
+        """Return a pass; None if other ranks have layers, if the model has no stack of layers, or if hooks or foreign
+        code would see the tokens of several steps together."""
         stacks, modules = list[DecoderStack](), [model]
         while modules:
             module = modules.pop()
@@ -72,11 +68,6 @@ class JointPass:
         """Run as many of the first steps as one call of C can compute, and `beside`, whose step runs with them.
 
         If the model does not run its layers as one, the first of `steps` runs alone, and `beside` does not run.
-
-        Args:
-            steps: steps for prompts.
-            beside: function that runs the next step of the model; None for no such step. The function does not run if C
-                cannot compute the first of `steps`.
 
         Returns:
             For each step that ran, the logits of its prompts' last tokens, `[prompts, vocabulary]`.
@@ -119,7 +110,6 @@ class JointPass:
         return torch.cat((of_rows, *self._last_tokens(of_prompts)))
 
     def _run_alone(self) -> None:
-        """Run the layers for the waiting steps, and then the head."""
         outputs, self._waiting = self._waiting[0].stack.run(*self._waiting), []
         if last_tokens := self._last_tokens(outputs):
             hidden = torch.cat(last_tokens)
@@ -128,7 +118,7 @@ class JointPass:
             self._logits = self._model(input_ids=ids, use_cache=False, return_dict=True).logits[:, -1]
 
     def _last_tokens(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Return the layers' output for the last tokens of each step's prompts, `[prompts, 1, hidden]`."""
+        # For each step, `[prompts, 1, hidden]`.
         return [output[range(len(last)), last, None] for output, last in zip(outputs, self._last, strict=True) if last]
 
     def _separate(self, _model: nn.Module, _inputs: Any, output: Any) -> Any:
@@ -140,8 +130,7 @@ class JointPass:
 
 
 def _runs_foreign_code(module: nn.Module) -> bool:
-    """Return whether a module runs a forward of the program, which may depend on the ids, positions or number of the
-    tokens. Patches of library code count in `may_serve`."""
+    # Such a forward may depend on the ids, positions or number of tokens. Patches of libraries count in `may_serve`.
     cls = type(module)
     return "forward" in vars(module) or (not is_known(cls) and bool(foreign_class(cls)))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -54,11 +54,8 @@ class Half:
         norms: norms in the kernel's order; None for a norm that the layer does not have.
 
     Attributes:
-        guard: check that the parameters are the same tensors as before, and that no module has a hook.
-        communicator: communicator of the ranks whose outputs are summed; None if the last linear layer is not
-            row-parallel.
-        hidden: width of the hidden states.
-        dtype, kind: data type of the computation, and its number in `KINDS`.
+        communicator: sums the outputs; None if the last linear layer is not row-parallel.
+        kind: number of `dtype` in `KINDS`.
         static: addresses and sizes that are equal for all steps, in the order of the kernel's arguments.
         epsilons: ε of each norm; 0 for a missing norm.
         most_rows: largest number of rows that the kernel multiplies.
@@ -87,19 +84,13 @@ class Half:
         )
         self.epsilons = tuple(0.0 if norm is None else norm.variance_epsilon for norm in norms)
 
-    def unless_patched(self) -> Self | None:
-        """Return this half of the layer; None if a module object has its own forward. The kernel would skip it."""
-        return None if self.guard.patched else self
-
     def may_stand_for_modules(self, hidden: Tensor) -> bool:
-        """Return whether the kernel can compute an input, `[batch, tokens, hidden]`, and no module has a hook to
-        run."""
+        """Return whether the kernel can compute an input, `[batch, tokens, hidden]`, and no hook must run."""
         batch, tokens, width = hidden.shape
         fits = hidden.dtype is self.dtype and width == self.hidden and batch * tokens <= self.most_rows
         return fits and not self.guard.has_hooks()
 
     def summed(self, partial: Tensor) -> Tensor:
-        """Return the sum of `partial` over the ranks."""
         return partial if self.communicator is None else self.communicator.all_reduce(partial)
 
 
@@ -107,17 +98,12 @@ class AttentionHalf(Half):
     """The attention half of a layer: norm, projections, rotary positions, cache update and attention.
 
     Args:
-        attention: attention module of the layer.
         linears: projections of queries, keys, values and outputs.
         norms: norm of the layer's input, of each head's query and of each head's key; None for a missing norm.
 
     Attributes:
-        layer_idx: index of the layer in the cache.
-        config: configuration of the attention module.
         width: width of a head.
         heads, kv_heads: numbers of this rank's heads of queries, and of keys and values.
-        scaling: factor of the scores.
-        is_causal: whether a token sees only itself and earlier tokens.
     """
 
     def __init__(self, attention: Any, linears: Sequence[nn.Linear], norms: Sequence[FusedRMSNorm | None]) -> None:
@@ -138,15 +124,7 @@ class AttentionHalf(Half):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> Step | None:
-        """Return the step for `run`, made from a layer's arguments; None if the kernel cannot compute the step.
-
-        Args:
-            hidden: input of the layer, `[batch, tokens, hidden]`.
-            attention_mask: mask for new tokens over all tokens, `[batch or 1, heads or 1, tokens, all tokens]`; bool,
-                or numbers that are added to the scores.
-            position_embeddings: cosines and sines of the positions, `[batch or 1, tokens, width]` each.
-            others: further arguments of the layer, by name; one is the cache.
-        """
+        """Return the step for `run`, made from a layer's arguments; None if the kernel cannot compute the step."""
         cache, is_causal = others.pop(CACHE, None), others.pop("is_causal", None)
         batch, queries, _ = hidden.shape
         if (
@@ -163,12 +141,7 @@ class AttentionHalf(Half):
         return step if step.fits and self.may_extend(cache, step) else None
 
     def may_extend(self, cache: DynamicCache, step: Step) -> bool:
-        """Return whether the kernel can read this layer's keys and values in the cache, and append new tokens.
-
-        Args:
-            cache: cache of the step.
-            step: the step, with the numbers of sequences and of new tokens.
-        """
+        """Return whether the kernel can read this layer's keys and values in the cache, and append new tokens."""
         layer: Any = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
         if type(layer) is not DynamicLayer:
             return False
@@ -185,16 +158,8 @@ class AttentionHalf(Half):
         )
 
     def run(self, hidden: Tensor, step: Step, cache: DynamicCache) -> Tensor:
-        """Append the new keys and values to the cache, and return attention's output without the residual.
-
-        Args:
-            hidden: input of the layer, `[batch, tokens, hidden]`.
-            step: the step from `step_for`.
-            cache: cache of the step.
-
-        Returns:
-            Attention's output, `[batch, tokens, hidden]`, summed over the ranks.
-        """
+        """Append the new keys and values to the cache; return attention's output, summed over the ranks, without the
+        residual, `[batch, tokens, hidden]`."""
         out, cache_arguments = torch.empty_like(hidden), self.lengthen(cache, step)
         _decode.attention_half(
             *self.static, *cache_arguments, hidden.data_ptr(), out.data_ptr(), *step.arguments, self.tokens_in(cache),
@@ -203,19 +168,10 @@ class AttentionHalf(Half):
         return self.summed(out)
 
     def empty_like(self, step: Step) -> Tensor:
-        """Return a tensor with the shape and data type of the step's new keys: `[sequences, heads, queries, width]`."""
         return torch.empty(1, dtype=self.dtype).expand(step.sequences, self.kv_heads, step.queries, self.width)
 
     def lengthen(self, cache: DynamicCache, step: Step) -> tuple[int, ...]:
-        """Make room for new tokens in this layer's keys and values of the cache.
-
-        Args:
-            cache: cache of the step.
-            step: the step, with the numbers of sequences and of new tokens.
-
-        Returns:
-            `addresses_of` the keys and values.
-        """
+        """Make room for new tokens in the cache, and return `addresses_of` the keys and values."""
         layer: Any = cache.layers[self.layer_idx]
         like = None
         if not layer.is_initialized:
@@ -224,7 +180,6 @@ class AttentionHalf(Half):
         return addresses_of(*extended(layer, step.queries, like, like))
 
     def tokens_in(self, cache: DynamicCache) -> int:
-        """Return the number of tokens that the cache has for this layer."""
         layer: Any = cache.layers[self.layer_idx]
         return int(layer.keys.shape[2]) if layer.is_initialized else 0
 
@@ -233,8 +188,8 @@ class Step:
     """Kernel arguments that all layers of one step share.
 
     Args:
-        shared: configuration; cosines and sines of the positions, `[sequences or 1, queries, width]` each; and mask or
-            None.
+        shared: configuration; cosines and sines of the positions, `[sequences or 1, queries, width]` each; and mask,
+            `[sequences or 1, heads or 1, queries, tokens]`, or None.
         sizes: (sequences, queries), data type, width of a head, and number of query heads.
 
     Attributes:
@@ -244,6 +199,7 @@ class Step:
         arguments: addresses, strides and counts, in the order of the kernel's arguments.
     """
 
+    _spans: Tensor | None = None
     # A list, because a thread that reads a class attribute could get an old value that another thread has just freed.
     _latest: ClassVar[list[Step]] = []
 
@@ -251,15 +207,7 @@ class Step:
     def of(
         cls, half: AttentionHalf, shape: tuple[int, int], positions: tuple[Tensor, Tensor], mask: Tensor | None
     ) -> Step:
-        """Return the step for `half`: the latest step if the arguments are the same objects, and otherwise a new step.
-        All layers get the same objects from transformers.
-
-        Args:
-            half: the attention half of any layer.
-            shape: number of sequences, and number of new tokens of each sequence.
-            positions: cosines and sines of the positions, `[sequences or 1, queries, width]` each.
-            mask: attention mask, `[sequences or 1, heads or 1, queries, tokens]`, or None.
-        """
+        """Return the latest step if the arguments are the same objects, as in all layers, and otherwise a new step."""
         shared, sizes = (half.config, positions, mask), (shape, half.dtype, half.width, half.heads)
         for latest in cls._latest:
             if sizes == latest._sizes and all(map(operator.is_, shared, latest._shared)):
@@ -288,8 +236,14 @@ class Step:
             config._attn_implementation == "sdpa"
             and is_usual()
             and all(is_rotation(rotation, (self.sequences, self.queries, width), dtype) for rotation in rotations)
-            and self._reads(mask, dtype, heads)
         )
+        # A causal mask, with or without padding on the left, becomes spans: hidden tokens then take no time and change
+        # no sum.
+        is_alone = self.queries == 1
+        if self.fits and not (mask is None and is_alone):
+            self._spans = spans_of(mask, self.sequences, self.queries)
+            fits_alone = is_alone and mask is not None and fits_mask(mask, dtype, self.sequences, heads, mask.shape[-1])
+            self.fits = self._spans is not None or fits_alone
         if self.fits:
             cos, sin = rotations
             batches = (0 if angles.shape[0] == 1 else angles.stride(0) for angles in rotations)
@@ -300,15 +254,6 @@ class Step:
                 self.queries, self.sequences * self.queries,
             )  # fmt: skip
 
-    def _reads(self, mask: Tensor | None, dtype: torch.dtype, heads: int) -> bool:
-        """Return whether the kernel can read a mask, and set `_spans`. A causal mask, with or without padding on the
-        left, becomes spans: hidden tokens then take no time and change no sum."""
-        is_alone = self.queries == 1
-        self._spans = None if mask is None and is_alone else spans_of(mask, self.sequences, self.queries)
-        if self._spans is not None or not is_alone:
-            return self._spans is not None
-        return mask is None or fits_mask(mask, dtype, self.sequences, heads, mask.shape[-1])
-
 
 def is_rotation(angles: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Return whether a tensor has cosines or sines for new tokens of the shape `[sequences, tokens, width]`."""
@@ -317,30 +262,18 @@ def is_rotation(angles: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> b
 
 
 class FeedHalf(Half):
-    """The feed-forward half of a layer: residual, norm and gated feed-forward.
-
-    Args:
-        mlp: feed-forward module of the layer.
-        linears: gate, up and down projection.
-        norms: norm of the feed-forward's input, alone in a sequence.
-    """
+    """The feed-forward half of a layer: residual, norm and gated feed-forward; linears are gate, up and down."""
 
     def __init__(self, mlp: Any, linears: Sequence[nn.Linear], norms: Sequence[FusedRMSNorm]) -> None:
         super().__init__((mlp, mlp.act_fn), linears, norms)
         self.static += (self.hidden, shape_of(linears[0])[0])
 
     def fits(self, hidden: Tensor, attended: Tensor) -> bool:
-        """Return whether the kernel can read the layer's input and attention's output, `[batch, tokens, hidden]`."""
         alike = attended.shape == hidden.shape and attended.dtype is hidden.dtype and attended.is_contiguous()
         return alike and self.may_stand_for_modules(hidden)
 
     def run(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Return the layer's output, `[batch, tokens, hidden]`.
-
-        Args:
-            hidden: input of the layer, `[batch, tokens, hidden]`.
-            attended: attention's output, `[batch, tokens, hidden]`, summed over the ranks.
-        """
+        """Return the layer's output from its input and attention's output, all `[batch, tokens, hidden]`."""
         residual, out = torch.empty_like(hidden), torch.empty_like(hidden)
         _decode.feed_half(
             *self.static, hidden.data_ptr(), attended.data_ptr(), residual.data_ptr(), out.data_ptr(),

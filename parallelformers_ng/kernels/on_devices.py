@@ -1,15 +1,14 @@
-"""Computes parts of a decode step on a device with fewer kernels and less memory traffic than the modelling code.
+"""Computes parts of a decode step on a device with fewer kernels and less memory traffic than the modelling code."""
 
-| part | here | modelling code of transformers 5.17 |
-| --- | --- | --- |
-| norm with known code | 1 kernel | 7 or 8 kernels |
-| 8-bit weight with a scale for each output | 5 bytes: 1 read, 2 written, 2 read | 13 bytes; fp8: 21 bytes |
-| attention of one query with a mask | reads keys and values in the cache | copies keys and values for each query head |
-
-The original modules compute if gradients, autocast or `torch.compile` are on, for foreign code, and for other data
-types. Each part is compared with the modelling code before its first use, see `recognition.agree`. The numbers of
-kernels and bytes were counted on a stand-in for a device. No time was measured on a GPU.
-"""
+# | part | here | modelling code of transformers 5.17 |
+# | --- | --- | --- |
+# | norm with known code | 1 kernel | 7 or 8 kernels |
+# | 8-bit weight with a scale for each output | 5 bytes: 1 read, 2 written, 2 read | 13 bytes; fp8: 21 bytes |
+# | attention of one query with a mask | reads keys and values in the cache | copies both for each query head |
+#
+# The original modules compute if gradients, autocast or `torch.compile` are on, for foreign code, and for other data
+# types. Each part is compared with the modelling code before its first use, see `recognition.agree`. The numbers of
+# kernels and bytes were counted on a stand-in for a device. No time was measured on a GPU.
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ from parallelformers_ng.kernels.sdpa import with_single_queries
 from parallelformers_ng.sharding.encoding import SCALE
 from parallelformers_ng.sharding.quantized import QuantizedLinear
 
+# Data types that can hold unscaled products of 8-bit numbers. The largest number of float16, 65504, is too small.
 _WIDE = (torch.float32, torch.bfloat16)
-"""Data types that can hold unscaled products of 8-bit numbers. The largest number of float16, 65504, is too small."""
 
 
 class _DeviceNorm(nn.Module):
@@ -48,14 +47,10 @@ class _DeviceNorm(nn.Module):
 
 
 class DeviceRMSNorm(_DeviceNorm):
-    """A root-mean-square norm that torch computes in one kernel; mixed into the norm's class."""
-
     fused = staticmethod(functional.rms_norm)
 
 
 class DeviceLayerNorm(_DeviceNorm):
-    """A layer norm without a bias that torch computes in one kernel; mixed into the norm's class."""
-
     fused = staticmethod(functional.layer_norm)
 
 
@@ -84,20 +79,11 @@ class DeviceQuantizedLinear(QuantizedLinear):
 
 
 def _scaled_product(input: Tensor, numbers: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """Return (x Qᵀ) ⊙ s + b, `[…, out]`.
-
-    Args:
-        input: x, `[…, in]`.
-        numbers: 8-bit weights Q, `[out, in]`.
-        scales: scales s, `[out, 1]`, fp32.
-        bias: bias b, `[out]`, or None.
-    """
     output = functional.linear(input, numbers.to(input.dtype)).mul_(scales.flatten())
     return output if bias is None else output.add_(bias)
 
 
 def _fits(hidden: Tensor, weight: Tensor) -> bool:
-    """Return whether one kernel can compute the norm of `hidden` over the last dimension."""
     return hidden.dtype is weight.dtype and hidden.shape[-1:] == weight.shape and _serves(hidden)
 
 
@@ -106,9 +92,7 @@ def _serves(input: Tensor) -> bool:
 
 
 def install(model: nn.Module, left: Collection[str] = ()) -> None:
-    """Change the classes of modules that need fewer kernels here than in the modelling code.
-
-    A module keeps its class if the new class gives different results in a small test. The function then logs a warning.
+    """Change the classes of modules that need fewer kernels here than in the modelling code, after a small test.
 
     Args:
         model: model of a rank on a device; its tensors may still be missing.
@@ -129,21 +113,16 @@ def install(model: nn.Module, left: Collection[str] = ()) -> None:
 
 
 def install_attention() -> None:
-    """Make transformers' "sdpa" attention read keys and values in the cache, for all models of this process. A second
-    call does nothing.
-
-    If the results differ from those of the usual attention in a small test, the function changes nothing and logs a
-    warning.
-    """
+    """Make transformers' "sdpa" attention read keys and values in the cache, for all models of this process, after a
+    small test. Idempotent."""
     usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if not hasattr(usual, "__wrapped__") and _attention_agrees(usual):
         ALL_ATTENTION_FUNCTIONS.register("sdpa", with_packed_queries(usual))
 
 
 def with_packed_queries(attention: Any) -> Any:
-    """Return a version of `attention`, a function of transformers' attention interface, that does not copy keys and
-    values for one query. All query heads of a key/value head become queries of that head; all heads must share one
-    mask."""
+    """Make a function of transformers' attention interface copy no keys and values for one query: all query heads of a
+    key/value head become queries of that head. All heads must share one mask."""
     return with_single_queries(attention, _packs, _attend)
 
 
@@ -151,10 +130,8 @@ def _packs(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
     if mask is None or not _serves(query):
         return False
     batch, heads, *_ = query.shape
-    kv_heads = key.shape[1]
     return (
-        kv_heads > 0
-        and heads == kv_heads * getattr(module, "num_key_value_groups", 1)
+        heads == key.shape[1] * getattr(module, "num_key_value_groups", 1) > 0
         and key.shape[0] == batch
         and value.shape[:3] == key.shape[:3]
         and mask.ndim == 4
@@ -164,11 +141,6 @@ def _packs(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Compute attention of queries `[batch, heads, 1, width]` over keys `[batch, kv_heads, tokens, width]`.
-
-    Returns:
-        `[batch, 1, heads, value_width]`.
-    """
     batch, heads, _, width = query.shape
     queries = query.reshape(batch, key.shape[1], heads // key.shape[1], width)
     mask = added(mask, query.dtype)

@@ -32,14 +32,14 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _HAS_TILES, _HAS_PAIRS = (getattr(_decode, name, False) for name in ("HAS_TILES", "HAS_PAIRS"))
 # True if the processor multiplies bfloat16 but the kernel was built without that: torch is then twice as fast.
 _ONE_BY_ONE = torch.cpu._is_avx512_bf16_supported() and not (_HAS_TILES or _HAS_PAIRS)
+# Largest number of rows that the kernel multiplies. With more rows, torch is as fast or faster. If the processor
+# multiplies bfloat16, the kernel is as fast as torch, and the limit bounds its memory.
 MOST_ROWS = {
     torch.float32: 64 if torch.cpu._is_avx512_supported() else 16,
     torch.bfloat16: 4 if _ONE_BY_ONE else 1024 if _HAS_TILES else 2048 if _HAS_PAIRS else 32,
 }
-"""Largest number of rows that the kernel multiplies. With more rows, torch is as fast or faster. If the processor
-multiplies bfloat16, the kernel is as fast as torch, and the limit bounds its memory."""
+# Largest number of rows for quantized weights. With more rows, the weight is dequantized once for all rows.
 MOST_ROWS_OF_INTEGERS = {torch.float32: 16, torch.bfloat16: 32}
-"""Largest number of rows for quantized weights. With more rows, the weight is dequantized once for all rows."""
 # In C because the dictionaries of all modules of a model are in no cache after a step; C fetches them ahead.
 _still_contain: Callable[..., bool] = getattr(
     _decode, "still_contain", lambda *lists: all(map(operator.is_, map(dict.get, *lists[:2]), lists[2]))
@@ -94,7 +94,6 @@ class StreamingQuantizedLinear(QuantizedLinear):
 
     @property
     def is_read(self) -> bool:
-        """Whether the kernel can read the layer's integers and scales."""
         (encoding, dtype), scales = self.encodings["weight"], self._parameters["weight" + SCALE]
         assert scales is not None
         if dtype not in KINDS or not matrix_of(self).is_contiguous() or not scales.is_contiguous():
@@ -104,10 +103,7 @@ class StreamingQuantizedLinear(QuantizedLinear):
 
 
 def _dense(input: Tensor) -> Tensor:
-    """Return a contiguous copy of a strided input of a linear layer, for example of the last states of many prompts.
-
-    torch would instead copy the weight, once for each prompt.
-    """
+    # For a strided input, such as the last states of many prompts, torch would copy the weight once for each prompt.
     return input if input.is_contiguous() else input.contiguous()
 
 
@@ -122,12 +118,8 @@ def _multiply(linear: nn.Module, input: Tensor) -> Tensor:
 
 
 def matrix_arguments(linear: nn.Module) -> tuple[int, int, int, int, int]:
-    """Return the fields of `Matrix` of `_matrix.h` for a linear layer.
-
-    Returns:
-        Addresses of weight, scales and bias (0 if missing); distance between rows, in elements; inputs per scale of an
-        int4 weight (0 for other weights).
-    """
+    """Return the fields of `Matrix` of `_matrix.h`: addresses of weight, scales and bias (0 if missing), distance
+    between rows, and inputs per scale of an int4 weight (0 for other weights)."""
     weight, group = matrix_of(linear), 0
     if isinstance(linear, QuantizedLinear) and linear.encodings["weight"][0].per_byte > 1:
         group = linear.encodings["weight"][0].block
@@ -137,20 +129,19 @@ def matrix_arguments(linear: nn.Module) -> tuple[int, int, int, int, int]:
 
 
 def matrix_of(linear: nn.Module) -> Tensor:
-    """Return a linear layer's weight as it is stored. A quantized weight is not dequantized."""
+    """The weight as it is stored, not dequantized."""
     weight = linear._parameters["weight"]
     assert weight is not None
     return weight
 
 
 def shape_of(linear: nn.Module) -> tuple[int, ...]:
-    """Return the shape `[out, in]` of a linear layer's weight, after dequantization."""
+    """The shape `[out, in]` of the weight, after dequantization."""
     shape = tuple(matrix_of(linear).shape)
     return linear.encodings["weight"][0].shape(shape) if isinstance(linear, QuantizedLinear) else shape
 
 
 def data_type_of(linear: nn.Module) -> torch.dtype:
-    """Return the data type that a linear layer computes in."""
     return linear.encodings["weight"][1] if isinstance(linear, QuantizedLinear) else matrix_of(linear).dtype
 
 
@@ -158,9 +149,6 @@ class FusedRMSNorm(nn.Module):
     """A root-mean-square norm in C; mixed into the class of Llama's norm or of one of its many copies.
 
     The norm is x / √(mean(x²) + ε) ⊙ w over the last dimension of x (https://arxiv.org/abs/1910.07467).
-
-    Attributes:
-        variance_epsilon: ε.
     """
 
     variance_epsilon: float
@@ -184,24 +172,14 @@ class FusedRMSNorm(nn.Module):
 
 
 def serve_stock_code(is_stock: bool) -> None:
-    """Set, for this process, whether models run only code of torch and transformers.
-
-    With foreign code, no kernel replaces a module.
-
-    Args:
-        is_stock: False if a model runs foreign code.
-    """
+    """Set, for this process, whether models run only code of torch and transformers; otherwise no kernel replaces a
+    module."""
     global _code_is_stock
     _code_is_stock = is_stock
 
 
 def may_serve(device: str = "cpu") -> bool:
-    """Return whether kernels may replace modules: no foreign code, inference mode, no autocast, and no trace of
-    `torch.compile`.
-
-    Args:
-        device: type of the device that computes, "cpu" by default.
-    """
+    """Return whether kernels may replace modules on a type of device."""
     return (
         _code_is_stock
         and not torch.compiler.is_compiling()
@@ -215,8 +193,7 @@ def _fits(input: Tensor, weight: Tensor) -> bool:
 
 
 def is_usual() -> bool:
-    """Return whether "sdpa" is transformers' own function, with or without the kernel, and not a function of the
-    user."""
+    """Return whether "sdpa" is transformers' own function, with or without the kernel."""
     attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
     return getattr(attention, "__wrapped__", attention) is sdpa_attention_forward
 
@@ -224,11 +201,10 @@ def is_usual() -> bool:
 def fits_mask(mask: Tensor, dtype: torch.dtype, batch: int, heads: int, tokens: int) -> bool:
     """Return whether the kernel can read a mask: bool or added to scores, `[batch or 1, heads or 1, 1, tokens]`."""
     return (
-        mask.ndim == 4
-        and (mask.dtype is torch.bool or mask.dtype is dtype)
+        mask.shape[2:] == (1, tokens)
+        and mask.dtype in (torch.bool, dtype)
         and mask.shape[0] in (1, batch)
         and mask.shape[1] in (1, heads)
-        and mask.shape[2:] == (1, tokens)
         and mask.stride(3) == 1
     )
 
@@ -239,17 +215,15 @@ def spans_of(mask: Tensor | None, sequences: int, queries: int) -> Tensor | None
     Args:
         mask: mask of new tokens, bool `[sequences or 1, 1, queries, tokens]`; None if a new token sees all earlier new
             tokens and nothing else.
-        sequences: number of sequences.
-        queries: number of new tokens of each sequence.
 
     Returns:
         int64 `[sequences, 5]`; each row is a `Span` of `_queries.h`.
     """
     if mask is None:
         return torch.tensor([(b, 0, queries, b * queries, queries) for b in range(sequences)])
-    if mask.dtype is not torch.bool or mask.ndim != 4 or mask.stride(3) != 1 or not 0 < queries <= mask.shape[3]:
+    if mask.dtype is not torch.bool or mask.shape[1:-1] != (1, queries) or mask.shape[0] not in (1, sequences):
         return None
-    if mask.shape[0] not in (1, sequences) or mask.shape[1:3] != (1, queries):
+    if mask.stride(3) != 1 or not 0 < queries <= mask.shape[3]:
         return None
     spans, batch = torch.empty(sequences, 5, dtype=torch.int64), 0 if mask.shape[0] == 1 else mask.stride(0)
     arguments = batch, mask.stride(2), sequences, queries, mask.shape[3], spans.data_ptr()
@@ -257,7 +231,7 @@ def spans_of(mask: Tensor | None, sequences: int, queries: int) -> Tensor | None
 
 
 def mask_arguments(mask: Tensor | None) -> tuple[int, int, int, int]:
-    """Return the address of a mask, its distances in bytes between sequences and between heads, and its kind."""
+    """Return the fields of `Mask` of `_queries.h`."""
     if mask is None:
         return 0, 0, 0, _NO_MASK
     batch, head = (0 if mask.shape[dim] == 1 else mask.stride(dim) * mask.itemsize for dim in (0, 1))
@@ -272,7 +246,7 @@ class Guard:
 
     Args:
         places: pairs of a dictionary of a module and the name of a parameter (may be None), child or attribute in it.
-        modules: modules that the kernel replaces. The kernel must not replace the modules if one of them has a hook.
+        modules: modules that the kernel replaces.
 
     Attributes:
         patched: modules whose forward is set on the object, not on the class. These modules must be called.
@@ -289,7 +263,6 @@ class Guard:
         self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
 
     def watch(self, places: Iterable[tuple[dict[str, Any], str]]) -> None:
-        """Check further places, too."""
         for dictionary, name in places:
             self._dictionaries.append(dictionary)
             self._names.append(name)
@@ -297,17 +270,13 @@ class Guard:
 
     @classmethod
     def together(cls, parts: Sequence[Guard]) -> Guard:
-        """Return one guard that checks the parameters and modules of several guards."""
         whole = cls((), ())
         for name, values in vars(whole).items():
             values.extend(chain.from_iterable(vars(part)[name] for part in parts))
         return whole
 
     def holds(self) -> bool:
-        """Return whether all places have the same objects, and the first parameter is at the same address.
-
-        `Module.to` may keep the tensors, and then changes the addresses of all parameters of a module.
-        """
+        # `Module.to` may keep the tensors, and then changes the addresses of all parameters of a module.
         same = _still_contain(self._dictionaries, self._names, self._values)
         return same and [tensor.data_ptr() for tensor in self._first] == self._addresses
 

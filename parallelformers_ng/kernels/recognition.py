@@ -23,21 +23,21 @@ from transformers.models.llama import modeling_llama as llama
 
 from parallelformers_ng.sharding.heads import HeadParallel
 
+# Families with known decoder layers, whose forwards differ in the order of arguments.
 LAYERS = ("Llama", "Mixtral")
-"""Families with known decoder layers, whose forwards differ in the order of arguments."""
+# Families with known attention, and whether the attention norms each head's query and key. The families also differ in
+# sliding windows; the mask tells a single query its window.
 ATTENTIONS = {"Llama": False, "Mistral": False, "Qwen2": False, "Qwen3": True}
-"""Families with known attention, and whether the attention norms each head's query and key. The families also differ in
-sliding windows; the mask tells a single query its window."""
 
+# Known norm classes, by the name of the torch function that computes the norm. All have a weight and a
+# `variance_epsilon`; the classes differ in the intermediate results that are rounded to 16 bits.
 NORMS = {
     "rms_norm": (("Llama", "RMSNorm"), ("Olmo2", "RMSNorm"), ("T5", "LayerNorm")),
     "layer_norm": (("Cohere", "LayerNorm"),),
 }
-"""Known norm classes, by the name of the torch function that computes the norm. All have a weight and a
-`variance_epsilon`; the classes differ in the intermediate results that are rounded to 16 bits."""
 
+# Arguments of a layer that do not change the result for new tokens over a cache.
 _HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
-"""Arguments of a layer that do not change the result for new tokens over a cache."""
 _HARMLESS_IF_OFF = frozenset({"output_attentions", "output_hidden_states", "output_router_logits", "return_dict"})
 
 _TOLERANCE = 1e-4
@@ -45,12 +45,11 @@ _logger = logging.getLogger(__name__)
 
 
 def agree(what: str, results: Callable[[], tuple[Tensor, Tensor]]) -> bool:
-    """Return whether kernels and modelling code give the same result; log a warning if not.
+    """Return whether kernels and modelling code give the same result; log a warning if not, or after an error.
 
     Args:
         what: beginning of the warning.
-        results: function that returns the result of the kernels and that of the modelling code, on the CPU. The results
-            are the same if their relative distance is below 1e-4, and not if the function raises an error.
+        results: function that returns the result of the kernels and that of the modelling code, on the CPU.
     """
     try:
         with torch.inference_mode(), torch.device("cpu"):
@@ -75,7 +74,6 @@ def are_harmless(others: dict[str, Any]) -> bool:
 
 @cache
 def is_rms_norm(cls: type) -> bool:
-    """Return whether a class computes Llama's root-mean-square norm."""
     return cls.__name__.endswith("Norm") and _same_forward(cls, llama.LlamaRMSNorm)
 
 
@@ -90,19 +88,13 @@ def fused_norm(cls: type) -> str:
 
 @cache
 def mixed(kernel: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a class with the name of `cls` that inherits from `kernel` first, and then from `cls`.
-
-    Equal arguments give the same class.
-    """
+    """Return a class with the name of `cls` that inherits from `kernel` first, and then from `cls`."""
     return type(cls.__name__, (kernel, cls), {"__module__": cls.__module__})
 
 
 @cache
 def is_decoder_layer(cls: type) -> bool:
-    """Return whether a class computes Llama's decoder layer: x + attention(norm(x)), then x + feed_forward(norm(x)).
-
-    Attention and feed-forward may be of any kind.
-    """
+    """Whether a class computes x + attention(norm(x)), then x + feed_forward(norm(x)), with parts of any kind."""
     return cls.__name__.endswith("Layer") and any(
         _same_forward(cls, modelling(family, "DecoderLayer")) for family in LAYERS
     )
@@ -110,11 +102,8 @@ def is_decoder_layer(cls: type) -> bool:
 
 @cache
 def is_decoder(cls: type) -> bool:
-    """Return whether a class is a model that runs decoder layers one after another, and does nothing between the
-    layers.
-
-    All layers must get the same arguments, except for a mask of their type.
-    """
+    """Whether a model runs decoder layers one after another, and does nothing between them. All layers must get the
+    same arguments, except for a mask of their type."""
     return cls.__name__.endswith("Model") and any(
         _same_forward(cls, modelling(family, "Model")) for family in ATTENTIONS
     )
@@ -122,12 +111,11 @@ def is_decoder(cls: type) -> bool:
 
 @cache
 def is_gated_feed_forward(cls: type) -> bool:
-    """Return whether a class computes Llama's feed-forward: down(act(gate(x)) · up(x))."""
+    """Whether a class computes down(act(gate(x)) · up(x))."""
     return _same_forward(cls, llama.LlamaMLP)
 
 
 def is_silu(cls: type) -> bool:
-    """Return whether a class computes x · sigmoid(x)."""
     return cls in (nn.SiLU, type(llama.ACT2FN["silu"]))
 
 
@@ -150,11 +138,7 @@ def normed_heads(cls: Any) -> bool | None:
 
 
 def modelling(family: str, part: str) -> Any:
-    """Return a class of a family in transformers; for example, ("Llama", "Attention") gives `LlamaAttention`.
-
-    Raises:
-        ImportError, AttributeError: the installed transformers lacks the family or the class.
-    """
+    """Return a class of a family in transformers; for example, ("Llama", "Attention") gives `LlamaAttention`."""
     file = f"transformers.models.{family.lower()}.modeling_{family.lower()}"
     return getattr(importlib.import_module(file), family + part)
 

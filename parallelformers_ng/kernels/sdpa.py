@@ -23,19 +23,11 @@ def install() -> None:
 
 
 def with_kernel(attention: Any) -> Any:
-    """Return a version of `attention`, a function of transformers' attention interface, that calls the kernel if the
-    kernel can compute the arguments."""
     return with_single_queries(attention, _fits_attention, _attend)
 
 
 def with_single_queries(attention: Any, fits: Callable[..., bool], attend: Callable[..., Tensor]) -> Any:
-    """Return a version of `attention`, a function of transformers' attention interface, for calls with one query.
-
-    Args:
-        attention: the function that computes all other calls.
-        fits: function of module, query, key, value and mask, which returns whether `attend` can compute the call.
-        attend: function of query, key, value, mask and scaling, which returns the attention.
-    """
+    """Compute calls of `attention`, of transformers' attention interface, with one query by `attend`, if `fits`."""
 
     @functools.wraps(attention)
     def forward(
@@ -49,8 +41,7 @@ def with_single_queries(attention: Any, fits: Callable[..., bool], attend: Calla
 
 
 def _is_plain_attention(query: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Return whether a call of attention has one query, `[batch, heads, 1, width]`, and no options except a mask and a
-    scaling."""
+    """Whether a call has one query, `[batch, heads, 1, width]`, and no options except a mask and a scaling."""
     return (
         query.shape[2] == 1
         and not any(kwargs.get(name) for name in ("dropout", "softcap", "output_attentions"))
@@ -67,14 +58,11 @@ def _fits_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
     dtype = query.dtype
     return (
         dtype in KINDS
-        and key.dtype is dtype
-        and value.dtype is dtype
-        and key_batch == batch
-        and key_width == width
+        and key.dtype is value.dtype is dtype
+        and (key_batch, key_width) == (batch, width)
         and value.shape[:3] == key.shape[:3]
         and tokens > 0
-        and kv_heads > 0
-        and heads == kv_heads * getattr(module, "num_key_value_groups", 1)
+        and heads == kv_heads * getattr(module, "num_key_value_groups", 1) > 0
         and query.is_cpu
         and key.is_cpu
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
@@ -83,11 +71,6 @@ def _fits_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """Compute attention of queries `[batch, heads, 1, width]` over keys `[batch, kv_heads, tokens, width]`.
-
-    Returns:
-        `[batch, 1, heads, value_width]`, contiguous.
-    """
     batch, heads, _, width = query.shape
     _, kv_heads, tokens, value_width = value.shape
     out = query.new_empty((batch, 1, heads, value_width))

@@ -1,15 +1,15 @@
 """Computes linear layers that read the same tensor as one: q | k | v of attention, gate | up of a feed-forward.
 
-                      x ──► [A₀ | A₁ | A₂] ──► y₀ | y₁ | y₂
-
-A decode step on a device consists of many small products. A joint product of three layers needs one launch, and reads
-its input once. The weights of a group of layers become one tensor, and each layer has a view of that tensor. Saving,
-hooks and replaced weights still work.
-
-Names do not say which layers read the same tensor. So the layers of one module with the same input width become a
-group. One product computes the group after a forward pass in which all layers got the same tensor, and in which one
-product gave equal results.
+x ──► [A₀ | A₁ | A₂] ──► y₀ | y₁ | y₂
 """
+
+# A decode step on a device consists of many small products. A joint product of three layers needs one launch, and reads
+# its input once. The weights of a group of layers become one tensor, and each layer has a view of that tensor. Saving,
+# hooks and replaced weights still work.
+#
+# Names do not say which layers read the same tensor. So the layers of one module with the same input width become a
+# group. One product computes the group after a forward pass in which all layers got the same tensor, and in which one
+# product gave equal results.
 
 from __future__ import annotations
 
@@ -24,21 +24,17 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional
 
+# Largest number of rows for one product. With more rows, arithmetic is the limit, and one product saves no time.
 MOST_ROWS = 64
-"""Largest number of rows for one product. With more rows, arithmetic is the limit, and one product saves no time."""
 _ROWS_COMPARED = 16
 
 _logger = logging.getLogger(__name__)
 
 
 def lay_side_by_side(model: nn.Module) -> None:
-    """Group the linear layers of a model that may read the same tensor. One product computes a group whose layers read
-    the same tensor.
+    """Group the linear layers of a model that may read the same tensor.
 
     The weights of a group become views of one new tensor. Weights are copied for one module at a time.
-
-    A group contains `nn.Linear` children of one module with equal input widths, data types and devices, all with or all
-    without a bias.
     """
     uses = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values())
     for module in [*model.modules()]:
@@ -47,8 +43,7 @@ def lay_side_by_side(model: nn.Module) -> None:
 
 
 def _alike(module: nn.Module, uses: Counter[int]) -> Iterator[list[nn.Linear]]:
-    """Return groups of two or more linear layers of a module whose weights can become one tensor. Layers that share a
-    weight with another layer are in no group."""
+    """Return groups of children whose weights can become one tensor. Layers that share a weight are in no group."""
     groups: dict[Any, list[nn.Linear]] = {}
     for layer in module.children():
         if type(layer) is nn.Linear and all(uses[id(tensor)] == 1 for tensor in layer.parameters()):
@@ -61,11 +56,8 @@ def _alike(module: nn.Module, uses: Counter[int]) -> Iterator[list[nn.Linear]]:
 class SideBySide:
     """A group of linear layers whose weights are views of one tensor.
 
-    The constructor replaces the layers' parameters by views without gradients, and changes the layers' class to
-    `PartOfProduct`.
-
     Args:
-        layers: linear layers that differ only in the number of outputs.
+        layers: linear layers that differ only in the number of outputs; their class becomes `PartOfProduct`.
 
     Attributes:
         agree: whether one product gives the outputs of the layers; None until a forward pass has tested that.
@@ -81,9 +73,9 @@ class SideBySide:
         ]
         self._sizes = [len(layer.weight) for layer in layers]
         self._input: Callable[[], Tensor | None] = lambda: None
+        # Outputs for `_input` that layers have not returned yet. While `agree` is None, the dictionary has the last
+        # rows of outputs that layers have returned.
         self._outputs: dict[nn.Linear, Tensor] = {}
-        """Outputs for `_input` that layers have not returned yet. While `agree` is None, the dictionary has the last
-        rows of outputs that layers have returned."""
         for layer in layers:
             layer.__class__ = PartOfProduct
             layer.__dict__["side_by_side"] = self
@@ -96,17 +88,10 @@ class SideBySide:
         return whole
 
     def note(self, layer: nn.Linear, input: Tensor, output: Tensor) -> None:
-        """Record the output of a layer. When all outputs are recorded, compare one product with the outputs and set
-        `agree`.
+        """Record the output of a layer. When all outputs are recorded, compare one product with them; set `agree`.
 
         The last 16 rows are compared. The largest difference may be 1e-4 of the largest output in float32 and float64,
-        2e-2 in other types. If the outputs differ, or if not all layers get the same tensor, the group ends as by
-        `part`.
-
-        Args:
-            layer: layer of the group.
-            input: input of the layer, `[…, inputs]`.
-            output: output of the layer, `[…, outputs]`.
+        2e-2 in other types. If the outputs differ, or if not all layers get the same tensor, the group ends.
         """
         if self._input() is not input or layer in self._outputs:
             if self._outputs:
@@ -128,12 +113,7 @@ class SideBySide:
         """Return the output of a layer whose group has passed the test.
 
         The first call with a new input computes the outputs of all layers, for at most `MOST_ROWS` rows. Calls of other
-        layers with this input return the kept outputs. If not all layers read the previous input, or if a parameter was
-        replaced, the group ends as by `part`.
-
-        Args:
-            layer: layer of the group.
-            input: input of the layer, `[…, inputs]`.
+        layers with this input return the kept outputs.
         """
         if self._input() is input and layer in self._outputs:
             return self._outputs.pop(layer)
@@ -158,11 +138,7 @@ class SideBySide:
 
 
 class PartOfProduct(nn.Linear):
-    """A linear layer of a group that one product can compute.
-
-    Attributes:
-        side_by_side: the group of the layer.
-    """
+    """A linear layer of a group that one product can compute."""
 
     side_by_side: SideBySide
 

@@ -33,15 +33,15 @@ _OPERATORS = {
     "nibble_product": ("nibble_product",),
     "partial_results": ("summed",),
 }
+# Largest difference of what a layer adds to its input, as a share of the largest number that it adds.
 _TOLERANCE = 2e-2
-"""Largest difference of what a layer adds to its input, as a share of the largest number that it adds."""
 
 
 class DeviceStack(LayersAsOne):
     """Decoder layers that the kernels of `kernels/triton` may compute.
 
     Attributes:
-        mode: way to compute a step, see `KernelMode`; "modules" outside of `StepKernels.computing`.
+        mode: "modules" outside of `StepKernels.computing`.
         is_served: whether the kernels can compute all layers of the latest step. A step in the mode "modules", or
             without `may_serve`, leaves the value unchanged.
         worst: largest difference between kernels and modules since the start of `StepKernels.computing`, divided by the
@@ -75,18 +75,17 @@ class DeviceStack(LayersAsOne):
         cached = layer.cached(step)
         count = cached.cumulative_length
         position = count.view(1).clone()
-        residual, added = layer.run(hidden, None, step)
+
+        def written() -> list[Tensor]:
+            return [states.index_select(2, position) for states in (cached.keys, cached.values)]
+
+        ours = layer.output(*layer.run(hidden, None, step)), *written()
         counted = count - position
-        ours = [
-            layer.output(residual, added),
-            *(states.index_select(2, position) for states in (cached.keys, cached.values)),
-        ]
         count.copy_(position.view(()))
         output: Tensor = module(hidden, **kwargs)
-        theirs = [output, *(states.index_select(2, position) for states in (cached.keys, cached.values))]
-        self._note(_excess(ours[0], output, output - hidden))
-        for mine, wanted in zip(ours[1:], theirs[1:], strict=True):
-            self._note(_excess(mine, wanted, wanted))
+        theirs = output, *written()
+        for mine, wanted, added in zip(ours, theirs, (output - hidden, *theirs[1:]), strict=True):
+            self._note(_excess(mine, wanted, added))
         self._note((counted != 1).float().max() * 2)  # above what is allowed
         return output
 
@@ -95,16 +94,14 @@ class DeviceStack(LayersAsOne):
         self.worst = excess if self.worst is None else self.worst.maximum(excess)
 
     def _new_view(self) -> tuple[list[DeviceLayer] | None, Sequence[Guard]]:
-        views = [DeviceLayer.of(module, _operators()) for module in self]
-        known = [layer for layer in views if layer is not None]
-        if not known or len(known) < len(views):
+        known = [layer for module in self if (layer := DeviceLayer.of(module, _operators())) is not None]
+        if not known or len(known) < len(self):
             return None, ()
         return known, [layer.guard for layer in known]
 
 
 def _excess(ours: Tensor, theirs: Tensor, added: Tensor) -> Tensor:
-    """Return the largest difference, in units of what is allowed: a share of what was added, and the rounding of the
-    sum."""
+    """The largest difference, in units of what is allowed: a share of what was added, and the rounding of the sum."""
     rounding = 2 * torch.finfo(theirs.dtype).eps * theirs.abs().max().float()
     return (ours.float() - theirs.float()).abs().max() / (_TOLERANCE * added.abs().max().float() + rounding)
 
@@ -123,21 +120,11 @@ class StepKernels:
 
     @classmethod
     def of(cls, model: nn.Module, device: torch.device) -> StepKernels | None:
-        """Return the Triton kernels of a model; None if the model has no `DeviceStack`.
-
-        Args:
-            model: the rank's model.
-            device: device of the rank.
-        """
         stacks = [module for module in model.modules() if isinstance(module, DeviceStack)]
         return cls(stacks, device) if stacks else None
 
     def obstacle(self) -> str:
-        """Return the reason why no Triton kernel can run on the device, as text; "" if no reason is known.
-
-        Triton must be installed, and the device must be NVIDIA's with compute capability 8.0 or higher. If so, the
-        method imports the kernels, and passes on the errors of the import.
-        """
+        """Return the reason why no Triton kernel can run on the device. Without a reason, import the kernels."""
         if find_spec("triton") is None:
             return "Triton is not installed"
         if torch.version.hip is not None:
@@ -150,13 +137,7 @@ class StepKernels:
 
     @contextlib.contextmanager
     def computing(self, mode: KernelMode) -> Iterator[None]:
-        """Make the decoder layers compute steps in a given way inside the `with` block.
-
-        The start of the block resets `are_served` and `difference`. After the block, the modules compute all steps.
-
-        Args:
-            mode: way to compute a step, see `KernelMode`.
-        """
+        """Make the decoder layers compute steps in a given way. Forgets earlier differences."""
         for stack in self._stacks:
             stack.mode, stack.is_served, stack.worst = mode, False, None
         try:
@@ -166,31 +147,16 @@ class StepKernels:
                 stack.mode = "modules"
 
     def are_served(self) -> bool:
-        """Return whether the kernels can compute all layers of the latest step of a `computing` block.
-
-        The mode of the block must not be "modules".
-        """
         return all(stack.is_served for stack in self._stacks)
 
     def difference(self) -> str:
-        """Return a text about the difference between kernels and modules in a `computing` block with the mode "both".
-
-        The text is "" if each layer's output, keys and values agree. The tolerance is 2 % of the largest number that a
-        layer adds to its input, plus rounding. The method waits for the device.
-        """
+        """Compare each layer's output, keys and values. Waits for the device."""
         worst = max(torch.inf if stack.worst is None else stack.worst.item() for stack in self._stacks)
         return "" if worst <= 1 else f"they differ from the modules by {worst:.1f} times what is allowed"
 
 
 def install_stacks(model: nn.Module) -> None:
-    """Prepare a model's decoder layers for the Triton kernels, if `is_decoder` knows the model's class.
-
-    The list of layers becomes a `DeviceStack`, and the module with the list runs the layers as one. Triton is not
-    imported.
-
-    Args:
-        model: model of a rank on a CUDA device, after `on_devices.install`; its tensors may still be missing.
-    """
+    """Prepare a model's decoder layers for the Triton kernels, after `on_devices.install`. Triton is not imported."""
     for module in [*model.modules()]:
         layers: Any = getattr(module, "layers", None)
         cls: type = type(module)
@@ -201,7 +167,6 @@ def install_stacks(model: nn.Module) -> None:
 
 @functools.cache
 def _operators() -> Any:
-    """Return the operators of `kernels/triton` as attributes."""
+    """Import the operators of `kernels/triton`; they are attributes of the result."""
     files = {file: importlib.import_module(f"{__package__}.triton.{file}") for file in _OPERATORS}
-    names = {name: getattr(files[file], name) for file, each in _OPERATORS.items() for name in each}
-    return SimpleNamespace(**names)
+    return SimpleNamespace(**{name: getattr(files[file], name) for file, names in _OPERATORS.items() for name in names})

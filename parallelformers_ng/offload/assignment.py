@@ -21,15 +21,6 @@ def tiers_for(model: nn.Module, plan: ShardPlan, budget: Budget | None) -> Tiers
     the budget allows. If the budget has no memory for the next layer, that layer exceeds the budget. Further layers are
     spread evenly, so that an offloaded layer arrives while other layers run. Offloaded layers are in RAM as far as the
     RAM budget allows, and on disk otherwise.
-
-    Args:
-        model: the model, on any device.
-        plan: plan of the model.
-        budget: memory limits in bytes; None for no limits.
-
-    Raises:
-        ParallelError: the weights outside of layers and the largest layer do not fit on a device. Or the RAM budget is
-            too small, and there is no offload folder.
     """
     if budget is None:
         return None

@@ -20,7 +20,7 @@ class Budget:
     Attributes:
         devices: for each rank, name and limit in bytes of its device; the smallest limit of all replicas counts.
         cpu: RAM in bytes for offloaded weights of all ranks of a replica.
-        folder: folder for weights that do not fit in RAM; None for no folder.
+        folder: folder for weights that do not fit in RAM.
         is_cuda: whether ranks compute on CUDA devices, to which weights in RAM must be copied.
     """
 
@@ -39,16 +39,8 @@ def budget_of(
     memory of the machine. On CUDA devices, the replicas share the limit for "cpu" equally.
 
     Args:
-        options: options of the caller; sizes in bytes or as text, for example "10GiB".
-        world_size: number of ranks of a replica.
         kind: "cpu" or "cuda"; with "cpu", the device numbers in `max_memory` are rank numbers.
         device_ids: CUDA device of each rank, replica after replica; by default 0, 1, 2, ….
-        replicas: number of replicas, which all have the same plan.
-
-    Raises:
-        ParallelError: a device is missing or unknown, a size is invalid, or the folder is not writable or has no
-            limits.
-        UnsupportedPlatformError: "cpu" has no limit, and the system does not report its available memory.
     """
     if options.max_memory is None:
         return None

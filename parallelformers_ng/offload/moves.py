@@ -21,7 +21,6 @@ class MovedLayer:
     """The weights of a layer that are offloaded while the layer does not run. The methods of this class do nothing.
 
     Attributes:
-        module: the layer.
         coming: future that is done when `bring` has finished; None if no move to the device has been requested.
         going: future that is done when `drop` has finished; None if a forward pass has waited for it.
         next: layer that ran after this layer last time.
@@ -35,27 +34,13 @@ class MovedLayer:
         self.going: Future[None] | None = None
 
     def bring(self) -> None:
-        """Read the weights into memory. Called in the mover thread.
-
-        Raises:
-            OSError: a file with weights cannot be read, or there is not enough memory. The forward pass that waits for
-                the layer raises the same error.
-        """
+        """Read the weights into memory. Called in the mover thread; the waiting forward pass raises an OSError."""
 
     def drop(self) -> None:
-        """Free the memory of the weights. Called in the mover thread, which moves weights while layers compute.
-
-        Raises:
-            OSError: the system cannot map a file with weights. The next forward pass of the layer raises the same
-                error.
-        """
+        """Free their memory. Called in the mover thread; the layer's next forward pass raises an OSError."""
 
     def ask(self) -> None:
-        """Queue copies of the weights to the device. Called in the thread that computes.
-
-        Raises:
-            torch.OutOfMemoryError: the device has too little memory. `enter` raises the same error.
-        """
+        """Queue copies of the weights to the device. Called in the thread that computes."""
 
     def enter(self) -> None:
         """Set the weights on the device as the module's parameters. Called in the thread that computes."""
@@ -68,10 +53,6 @@ class MappedLayer(MovedLayer):
     """A layer whose weights are views of mapped files. Code outside the layer can read the weights at any time.
 
     While the layer runs, its pages are copies of the file, read with direct I/O, or pages of the page cache.
-
-    Args:
-        module: the layer.
-        tensors: the views.
     """
 
     def __init__(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
@@ -103,11 +84,9 @@ class CopiedLayer(MappedLayer):
     are read into memory ahead, and copied to the device when the layer runs.
 
     Args:
-        module: the layer.
         places: for each weight, the parameter dictionary of its module, and the weight's name in that dictionary. While
             the layer does not run, the dictionary has the weight in host memory.
         staging: buffers for copies from mapped files; None for weights in page-locked memory.
-        device: CUDA device.
         stream: CUDA stream of the copies that run ahead.
     """
 
@@ -154,9 +133,7 @@ class CopiedLayer(MappedLayer):
 class Moves:
     """Moves layers to the device and away during forward passes of a model, by hooks on the layers.
 
-    A thread reads the next layer into memory while a layer computes. If a layer cannot be read, its forward pass raises
-    the OSError of `MovedLayer.bring`. A forward pass also raises the errors of `MovedLayer.ask`, and of
-    `MovedLayer.drop` after the layer's previous forward pass.
+    A thread reads the next layer into memory while a layer computes.
 
     Args:
         layers: the layers, in the expected order of running.
@@ -210,7 +187,6 @@ class Moves:
         layer.going = self._mover.submit(layer.drop)
 
     def close(self) -> None:
-        """Remove the hooks and stop the mover thread, so that no layer is moved any more."""
         for hook in self._hooks:
             hook.remove()
         self._mover.shutdown()

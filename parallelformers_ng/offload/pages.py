@@ -21,8 +21,8 @@ from parallelformers_ng.checkpoint.mapping import HUGE_PAGE, MappedFile, checked
 
 _POPULATE_READ, _WILLNEED, _PAGEOUT, _DONTNEED, _HUGEPAGE, _COLLAPSE = 22, 3, 21, 4, 14, 25
 _MOVE_THERE = 3  # MREMAP_MAYMOVE | MREMAP_FIXED
+# Number of concurrent reads, and bytes of each read; a disk is fastest with several reads at the same time.
 _READERS, _PIECE = 4, 4 << 20
-"""Number of concurrent reads, and bytes of each read; a disk is fastest with several reads at the same time."""
 
 
 class Stretch(NamedTuple):
@@ -49,7 +49,7 @@ def stretches(tensors: Iterable[Tensor]) -> list[Stretch]:
 
 
 def source_of(stretch: Stretch) -> MappedFile | None:
-    """Return the file that a range of pages maps; None without a mapped file, or without support for direct I/O."""
+    """The file that a range of pages maps, if it supports direct I/O."""
     file = file_at(stretch.start)
     return None if file is None or file.direct is None else file
 
@@ -74,10 +74,8 @@ def make_huge(tensors: Iterable[Tensor]) -> threading.Thread | None:
 
     The processor looks up one address for 2 MB instead of 4 KB: steps of a Llama of 600M take 4 to 10 % less time
     (measured on a Xeon). Linux copies the pages since version 6.1; memory files stay shared. Pages that the system
-    cannot replace, for example those of most disk files, stay as they are.
-
-    Returns:
-        The thread; None if no tensor has a whole huge page.
+    cannot replace, for example those of most disk files, stay as they are. Returns None if no tensor has a whole huge
+    page.
     """
     kept = list(tensors)  # so that no other memory takes the addresses
     whole: list[Stretch] = []
@@ -104,9 +102,6 @@ def replace_by_copies(places: Sequence[tuple[Stretch, MappedFile]]) -> None:
 
     Each range of pages is replaced in one step, so other threads see the same bytes at any time. After an error, each
     range still has the same bytes.
-
-    Raises:
-        OSError: the file cannot be read, or there is not enough memory.
     """
     memory: list[int] = []
     try:
@@ -130,16 +125,12 @@ def replace_by_copies(places: Sequence[tuple[Stretch, MappedFile]]) -> None:
 
 
 def show_file(stretch: Stretch, source: MappedFile) -> None:
-    """Map the file at a range of pages again, instead of a copy of the file.
-
-    Raises:
-        OSError: the system cannot map the file.
-    """
+    """Map the file at a range of pages again, instead of a copy of the file."""
     put(*stretch, source.descriptor, stretch.start - source.start)
 
 
 def _memory_for(stretch: Stretch) -> int:
-    """Return the address of new memory of the length of `stretch`, at the same offset within huge pages of 2 MB.
+    """Reserve memory of the length of `stretch`, at the same offset within huge pages of 2 MB.
 
     The CPU needs a fifth of the time to set up huge pages, compared to small pages. With the same offset, huge pages
     can be moved whole.

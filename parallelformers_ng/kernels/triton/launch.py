@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,21 +11,18 @@ import torch
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a Triton kernel, as data.
+    """One launch of a Triton kernel.
 
     Attributes:
-        kernel: function decorated with `triton.jit`.
-        grid: numbers of programs in one to three dimensions.
         arguments: tensors and numbers by name; None for an optional tensor that is absent.
         constants: arguments of type `tl.constexpr`, by name.
-        warps: number of warps, groups of 32 threads, of a program.
         stages: number of iterations of the inner loop whose loads are in flight together.
     """
 
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
-    constants: dict[str, Any] = field(default_factory=dict)
+    constants: dict[str, Any]
     warps: int = 4
     stages: int = 1
 
@@ -39,39 +36,40 @@ class Launch:
 _library = torch.library.Library("parallelformers_ng", "FRAGMENT")
 
 
-def operator(schema: str) -> Callable[[Any], Any]:
-    """Return a decorator that registers a function as an operator of torch, `torch.ops.parallelformers_ng.NAME`.
+def operator(schema: str, launches: Callable[..., tuple[Sequence[Launch], Any]]) -> Any:
+    """Register and return an operator of torch, `torch.ops.parallelformers_ng.NAME`, that runs launches.
 
-    The decorated name is the operator. Dispatch modes of torch see a call of the operator and its tensors.
-    `torch.library.custom_op` would import the compiler for its first call.
+    Dispatch modes of torch see a call of the operator and its tensors. `torch.library.custom_op` would import the
+    compiler for its first call.
 
     Args:
         schema: name, arguments and results, in the form of torch's `native_functions.yaml`.
+        launches: function of the operator's arguments; allocates the results, and returns the launches that write
+            them, in order, and the results.
     """
 
-    def decorated(function: Any) -> Any:
-        name = schema.partition("(")[0]
-        _library.define(schema)
-        _library.impl(name, function, "CompositeExplicitAutograd")
-        return getattr(torch.ops.parallelformers_ng, name).default
+    def run(*arguments: Any) -> Any:
+        queue, results = launches(*arguments)
+        for launch in queue:
+            launch.run()
+        return results
 
-    return decorated
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    return getattr(torch.ops.parallelformers_ng, name).default
 
 
 def power_of_two(number: int) -> int:
-    """Return the least power of two that is not below `number`."""
+    """Round up to a power of two."""
     return 1 << max(0, number - 1).bit_length()
 
 
+# Programs that keep the largest cards busy: about four for each multiprocessor.
 _PROGRAMS = 512
-"""Programs that keep the largest cards busy: about four for each multiprocessor."""
 
 
 def splits_for(programs: int, most: int) -> int:
-    """Return the number of splits of each program's work with which a launch keeps the largest cards busy, 1 to `most`.
-
-    Args:
-        programs: number of programs without splits.
-        most: largest number of splits.
-    """
+    """Choose the number of splits of each program's work, 1 to `most`, with which a launch keeps the largest cards
+    busy."""
     return max(1, min(most, _PROGRAMS // max(1, programs)))

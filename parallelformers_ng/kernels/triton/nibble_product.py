@@ -1,16 +1,16 @@
 """Products of 1 to 32 rows with weights of 4 bits, in groups of 32 inputs with a scale each, as they lie.
 
-    y = x Wᵀ + b           W = Q ⊙ s, rounded to the data type of x
-    Q: `[outputs, inputs / 2]`, two numbers in a byte, the first one in its low bits; s: `[outputs, inputs / 32]`
-
-Low and high bits stay apart: x is read as words of 32 bits, whose halves are the inputs of the low and of the high
-numbers. Tensor cores multiply, sums are fp32.
-
-Up to three weights that read the same x are one product. Each keeps its own tensors.
-
-Launches: 1. For few outputs y is partial results, in fp32, see `byte_product.py`.
-Bytes: Q and s are read once, y is written once. x is read by every program, see `byte_product.py`.
+y = x Wᵀ + b           W = Q ⊙ s, rounded to the data type of x
+Q: `[outputs, inputs / 2]`, two numbers in a byte, the first one in its low bits; s: `[outputs, inputs / 32]`
 """
+
+# Low and high bits stay apart: x is read as words of 32 bits, whose halves are the inputs of the low and of the high
+# numbers. Tensor cores multiply, sums are fp32.
+#
+# Up to three weights that read the same x are one product. Each keeps its own tensors.
+#
+# Launches: 1. For few outputs y is partial results, in fp32, see `byte_product.py`.
+# Bytes: Q and s are read once, y is written once. x is read by every program, see `byte_product.py`.
 
 from __future__ import annotations
 
@@ -23,14 +23,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallelformers_ng.kernels.triton.byte_product import at_once, joint_arguments, split_launch, weight_and_tile
+from parallelformers_ng.kernels.triton.byte_product import at_once, product_launches, weight_and_tile
 from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two
 
 GROUP = 32
 _GROUPS_AT_ONCE = 8
+# Least rows of a product of tensor cores.
 _LEAST_ROWS = 8
-"""Least rows of a product of tensor cores."""
 
+# PTX for four bytes `$4` and the scales `$5`, `$6` of their numbers: the low numbers times the scales go to `$0` and
+# `$1`, the high ones to `$2` and `$3`, two numbers in a register. A number with its sign bit inverted becomes the last
+# bits of a float whose last bit counts 1, so subtracting `offset` leaves the number; `(a & b) ^ c` is 0x6A. The
+# compiler alone needs twice as many instructions (counted in the code for sm_90).
 _TWO_AT_ONCE = """
 {{
 .reg .b32 high, first, second, third, fourth, one, offset;
@@ -56,19 +60,15 @@ fma.rn.{type} $2, third, $5, offset;
 fma.rn.{type} $3, fourth, $6, offset;
 }}
 """
-"""PTX for four bytes `$4` and the scales `$5`, `$6` of their numbers: the low numbers times the scales go to `$0` and
-`$1`, the high ones to `$2` and `$3`, two numbers in a register. A number with its sign bit inverted becomes the last
-bits of a float whose last bit counts 1, so subtracting `offset` leaves the number; `(a & b) ^ c` is 0x6A. The compiler
-alone needs twice as many instructions (counted in the code for sm_90)."""
+# The floats are 128 + 0 … 15.
 _BF16 = tl.constexpr(_TWO_AT_ONCE.format(type="bf16x2", exponent="0x43", one="0x3F803F80", offset="0xC308C308"))
-"""The floats are 128 + 0 … 15."""
+# The floats are 1024 + 0 … 15.
 _FP16 = tl.constexpr(_TWO_AT_ONCE.format(type="f16x2", exponent="0x64", one="0x3C003C00", offset="0xE408E408"))
-"""The floats are 1024 + 0 … 15."""
 
 
 @triton.jit
 def _both_scaled(numbers, scales):
-    """Return low and high numbers times scales, rounded as a weight in memory is; all shapes are equal."""
+    # Returns low and high numbers times scales, rounded as a weight in memory is; all shapes are equal.
     return tl.inline_asm_elementwise(
         _BF16 if scales.dtype == tl.bfloat16 else _FP16,
         "=r,=r,=r,=r,r,r,r",
@@ -81,8 +81,8 @@ def _both_scaled(numbers, scales):
 
 @triton.jit
 def _scaled(numbers, scales):
-    """Return the low bits of `numbers` times scales, rounded as a weight in memory is; for Triton's interpreter, which
-    runs no PTX."""
+    # The low bits of `numbers` times scales, rounded as a weight in memory is; for Triton's interpreter, which runs no
+    # PTX.
     bits = ((numbers.to(tl.int32) & 15) ^ 8) | 0x4B000000
     return ((bits.to(tl.float32, bitcast=True) - 8388616.0) * scales.to(tl.float32)).to(scales.dtype)
 
@@ -94,12 +94,9 @@ def nibble_product_kernel(
     BIASED: tl.constexpr, PTX: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUPS: tl.constexpr,
     GROUP_STEP: tl.constexpr,
 ):  # fmt: skip
-    """Compute one split of up to OUTPUTS outputs of one weight for all rows.
-
-    `nibble_product_launch` describes the arguments; y is the partial results, `[splits, rows, outputs]`. `inputs` and
-    `x_row` count pairs of inputs. A row of scales has GROUP_STEP · `group_steps` scales:
-    the compiler knows that scales begin at a multiple of GROUP_STEP, and loads them early, several at once.
-    """
+    # Computes one split of up to OUTPUTS outputs of one weight for all rows. y is the partial results, `[splits, rows,
+    # outputs]`. `inputs` and `x_row` count pairs of inputs. A row of scales has GROUP_STEP · `group_steps` scales: the
+    # compiler knows that scales begin at a multiple of GROUP_STEP, and loads them early, several at once.
     split = tl.program_id(1)
     q, s, b, outputs, left, tile = weight_and_tile(
         q0, q1, q2, s0, s1, s2, b0, b1, b2, outputs0, outputs1, outputs2, OUTPUTS
@@ -135,46 +132,33 @@ def nibble_product_kernel(
     tl.store(place, sums.to(y.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
 
 
-def nibble_product_launch(
+def nibble_product_launches(
     x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]
-) -> tuple[Launch, Tensor]:
+) -> tuple[tuple[Launch], Tensor]:
     """Return the launch that computes y = x Wᵀ + b, side by side for all weights W = Q ⊙ s, and its output.
 
-    The output is a new tensor of partial results on the device of x, `[splits, rows, sum of the outputs]`.
+    The output is partial results, `[splits, rows, sum of the outputs]`.
 
     Args:
-        x: `[rows, inputs]`, contiguous, bf16 or fp16, at an address that is a multiple of 4; at most 32 rows.
-        weights: one to three tensors Q, `[outputs, inputs / 2]`, contiguous, uint8. A byte has two 4-bit integers; its
-            low bits are the first integer.
+        x: `[…, inputs]`, bf16 or fp16, at an address that is a multiple of 4; at most 32 rows in all.
+        weights: one to three tensors Q, `[outputs, inputs / 2]`, contiguous, uint8.
         scales: one tensor s for each weight, `[outputs, inputs / 32]`, of the data type of x, contiguous.
         biases: one tensor for each weight, `[outputs]`; empty for no biases.
     """
-    signed = [weight.view(torch.int8) for weight in weights]
-    groups = scales[0].shape[1]
+    x = x.reshape(-1, x.shape[-1]).contiguous()
+    pairs, groups = x.view(torch.int32), scales[0].shape[1]
     group_step = math.gcd(groups, _GROUPS_AT_ONCE)
+    others = {"x": pairs, "inputs": pairs.shape[1], "x_row": pairs.stride(0), "group_steps": groups // group_step}
     constants: dict[str, Any] = {
-        "BIASED": bool(biases),
         "PTX": isinstance(nibble_product_kernel, triton.JITFunction),
         "ROWS": max(_LEAST_ROWS, power_of_two(len(x))),
         "GROUPS": at_once(_GROUPS_AT_ONCE, len(x)),
         "GROUP_STEP": group_step,
     }
-    arguments = joint_arguments(x.view(torch.int32), signed, scales, biases)
-    arguments |= {"group_steps": groups // group_step}
-    return split_launch(nibble_product_kernel, x, weights, arguments, constants, stages=3)
+    signed = [weight.view(torch.int8) for weight in weights]
+    return product_launches(nibble_product_kernel, x, signed, scales, biases, others, constants, stages=3)
 
 
-@operator("nibble_product(Tensor x, Tensor[] weights, Tensor[] scales, Tensor[] biases) -> Tensor")
-def nibble_product(x: Tensor, weights: list[Tensor], scales: list[Tensor], biases: list[Tensor]) -> Tensor:
-    """Return partial results of y = x Wᵀ + b, `[splits, rows, sum of the outputs]`, for all weights W = Q ⊙ s.
-
-    Args:
-        x: `[…, inputs]`, bf16 or fp16; at most 32 rows in all.
-        weights: one to three tensors Q, `[outputs, inputs / 2]`, contiguous, uint8. A byte has two 4-bit integers; its
-            low bits are the first integer.
-        scales: one tensor s for each weight, `[outputs, inputs / 32]`, of the data type of x, contiguous.
-        biases: one tensor for each weight, `[outputs]`; empty for no biases.
-    """
-    launch, y = nibble_product_launch(x.reshape(-1, x.shape[-1]).contiguous(), weights, scales, biases)
-    launch.run()
-    return y
+nibble_product = operator(
+    "nibble_product(Tensor x, Tensor[] weights, Tensor[] scales, Tensor[] biases) -> Tensor", nibble_product_launches
+)

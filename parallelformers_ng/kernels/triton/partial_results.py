@@ -1,16 +1,17 @@
 """The sum of a product's partial results.
 
-    y = p₀ + p₁ + … , in fp32, then rounded to the data type of the model       p: `[splits, rows, outputs]`
-
-The products of this package return `[splits, rows, outputs]`: fp32 if their inputs are split among programs, otherwise
-y itself with one split. The kernels that read a product add its partial results as they load them, by `load_sum`: the
-norm, the gate, and the rotary positions. Their docstrings call such a tensor partial results, also with one split.
-
-`summed` is for other readers, such as a sum over ranks.
-
-Launches: 1; for one split, none.
-Bytes: p is read once, y is written once.
+y = p₀ + p₁ + … , in fp32, then rounded to the data type of the model       p: `[splits, rows, outputs]`
 """
+
+# The products of this package return `[splits, rows, outputs]`: fp32 if their inputs are split among programs,
+# otherwise y itself with one split. The kernels that read a product add its partial results as they load them, by
+# `load_sum`: the norm, the gate, and the rotary positions. Their docstrings call such a tensor partial results, also
+# with one split.
+#
+# `summed` is for other readers, such as a sum over ranks.
+#
+# Launches: 1; for one split, none.
+# Bytes: p is read once, y is written once.
 
 from __future__ import annotations
 
@@ -37,7 +38,6 @@ def load_sum(place, step, mask, like, SPLITS: tl.constexpr):
         step: distance between splits, in elements.
         mask: True for results to load; the other results are 0.
         like: pointer to numbers of the data type of the model.
-        SPLITS: number of splits.
     """
     if SPLITS == 1:
         sums = tl.load(place, mask=mask, other=0.0).to(tl.float32)
@@ -51,7 +51,6 @@ def load_sum(place, step, mask, like, SPLITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def sum_kernel(p, y, rows, outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up to BLOCK partial results of each split. `sum_launch` describes the arguments."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < rows * outputs
     tl.store(y + at, load_sum(p + at, rows * outputs, inside, y, SPLITS).to(y.dtype.element_ty), mask=inside)
@@ -63,9 +62,6 @@ def row_distance(p: Tensor) -> int:
 
     Args:
         p: partial results, `[splits, rows, outputs]`: those of a product, or of some of its outputs.
-
-    Raises:
-        ValueError: the splits are not that far apart.
     """
     splits, rows, _ = p.shape
     if splits > 1 and p.stride(0) != rows * p.stride(1):
@@ -73,37 +69,18 @@ def row_distance(p: Tensor) -> int:
     return p.stride(1)
 
 
-def sum_launch(p: Tensor, y: Tensor) -> Launch:
-    """Return the launch that adds partial results.
-
-    Args:
-        p: partial results, `[splits, rows, outputs]`, contiguous.
-        y: output, `[rows, outputs]`, contiguous.
-    """
+def sum_launches(p: Tensor, dtype: torch.dtype) -> tuple[tuple[Launch], Tensor]:
+    """Return the launch, and its output, `[rows, outputs]`. p must be contiguous."""
     splits, rows, outputs = p.shape
+    y = torch.empty((rows, outputs), dtype=dtype, device=p.device)
     arguments: dict[str, Any] = {"p": p, "y": y, "rows": rows, "outputs": outputs}
     constants: dict[str, Any] = {"SPLITS": splits, "BLOCK": _SUMS_AT_ONCE}
-    return Launch(sum_kernel, (-(-rows * outputs // _SUMS_AT_ONCE),), arguments, constants, warps=2)
+    return (Launch(sum_kernel, (-(-rows * outputs // _SUMS_AT_ONCE),), arguments, constants, warps=2),), y
 
 
-@operator("sum_of_splits(Tensor p, ScalarType dtype) -> Tensor")
-def sum_of_splits(p: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum of partial results, `[rows, outputs]`.
-
-    Args:
-        p: partial results, `[splits, rows, outputs]`, contiguous.
-        dtype: data type of the sum.
-    """
-    y = torch.empty(p.shape[1:], dtype=dtype, device=p.device)
-    sum_launch(p, y).run()
-    return y
+sum_of_splits = operator("sum_of_splits(Tensor p, ScalarType dtype) -> Tensor", sum_launches)
 
 
 def summed(p: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum of partial results, `[rows, outputs]`. The sum of one split is a view of it.
-
-    Args:
-        p: partial results, `[splits, rows, outputs]`, contiguous; with one split, of any strides.
-        dtype: data type of the sum; with one split, that of p.
-    """
+    """Add partial results; one split has the sum already, and may have any strides."""
     return p[0] if len(p) == 1 else sum_of_splits(p, dtype)

@@ -1,15 +1,15 @@
 """Rotary positions of queries and keys, and the write of keys and values into a slot cache.
 
-    q ↦ q ⊙ cos + (−q₂ | q₁) ⊙ sin            (q₁ | q₂): the halves of a head of q.
-    keys[row, head, p] = the same of k         values[row, head, p] = v         p: position of the row.
-
-Norms of each head's query and key come first, if the attention has them: q ↦ q / √(mean(q²) + ε) ⊙ w.
-
-q, k and v are partial results, see `partial_results.py`. Their sums are rounded to the data type of the cache first.
-
-Launches: 1, with a program for each row and head. A position outside of the cache writes nothing.
-Bytes: q, k, v, cos and sin are read once, rotated q and a token of the cache are written once.
+q ↦ q ⊙ cos + (−q₂ | q₁) ⊙ sin            (q₁ | q₂): the halves of a head of q.
+keys[row, head, p] = the same of k         values[row, head, p] = v         p: position of the row.
 """
+
+# Norms of each head's query and key come first, if the attention has them: q ↦ q / √(mean(q²) + ε) ⊙ w.
+#
+# q, k and v are partial results, see `partial_results.py`. Their sums are rounded to the data type of the cache first.
+#
+# Launches: 1, with a program for each row and head. A position outside of the cache writes nothing.
+# Bytes: q, k, v, cos and sin are read once, rotated q and a token of the cache are written once.
 
 from __future__ import annotations
 
@@ -28,10 +28,8 @@ from parallelformers_ng.kernels.triton.partial_results import load_sum, row_dist
 def _turned(
     states, step, w, cos, sin, column, inside, epsilon, like, SPLITS: tl.constexpr, HALF: tl.constexpr
 ):  # fmt: skip
-    """Load a head, norm it if it has a norm, and return its rotated halves.
-
-    `step` is the distance between splits, and `like` a pointer to numbers of the data type of the cache.
-    """
+    # Loads a head, norms it if it has a norm, and returns its rotated halves. `step` is the distance between splits,
+    # `like` a pointer to numbers of the data type of the cache.
     first = load_sum(states + column, step, inside, like, SPLITS)
     second = load_sum(states + HALF + column, step, inside, like, SPLITS)
     if w is not None:
@@ -52,11 +50,8 @@ def rotary_kernel(
     key_row, key_head, value_row, value_head, epsilon,
     SPLITS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one query head, or write one key head or value head to the cache.
-
-    `rotary_launch` describes the arguments. Names that end in `_row` or `_head` are distances in elements. `room` is
-    the number of positions of the cache.
-    """
+    # Rotates one query head, or writes one key head or value head to the cache. Names that end in `_row` or `_head` are
+    # distances in elements. `room` is the number of positions of the cache.
     row, head, rows = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(0)
     column = tl.arange(0, BLOCK)
     inside = column < HALF
@@ -88,11 +83,11 @@ def rotary_kernel(
         tl.store(place + HALF + column, second.to(keys.dtype.element_ty), mask=inside)
 
 
-def rotary_launch(
+def rotary_launches(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
-    epsilon: float, keys: Tensor, values: Tensor, positions: Tensor, rotated: Tensor,
-) -> Launch:  # fmt: skip
-    """Return the launch that writes rotated q to `rotated`, and rotated k and unchanged v to the cache.
+    epsilon: float, keys: Tensor, values: Tensor, positions: Tensor,
+) -> tuple[tuple[Launch], Tensor]:  # fmt: skip
+    """Return the launch that writes to the cache, and rotated q, `[rows, heads · width]`, of the cache's data type.
 
     q, k and v are partial results with equal numbers of splits, dense along the last dimension.
 
@@ -105,39 +100,28 @@ def rotary_launch(
         keys, values: cache, `[rows, kv_heads, positions, width]`, dense along the last two dimensions.
         positions: place of the new token in the cache, `[rows]` or `[1]`, integers. A token with a place outside of the
             cache is not written.
-        rotated: output, `[rows, heads · width]`, contiguous, of the data type of the cache.
     """
     rows, kv_heads, room, width = keys.shape
     heads = q.shape[2] // width
+    rotated = torch.empty(q.shape[1:], dtype=keys.dtype, device=q.device)
     arguments: dict[str, Any] = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "q_norm": q_norm, "k_norm": k_norm}
     arguments |= {"rotated": rotated, "keys": keys, "values": values, "positions": positions}
-    arguments |= {"heads": heads, "kv_heads": kv_heads, "room": room}
+    arguments |= {"heads": heads, "kv_heads": kv_heads, "room": room, "epsilon": epsilon}
     arguments |= {"q_row": row_distance(q), "k_row": row_distance(k), "v_row": row_distance(v)}
     arguments |= {"cos_row": row_step(cos), "sin_row": row_step(sin), "position_row": row_step(positions)}
     arguments |= {"key_row": keys.stride(0), "key_head": keys.stride(1)}
-    arguments |= {"value_row": values.stride(0), "value_head": values.stride(1), "epsilon": epsilon}
+    arguments |= {"value_row": values.stride(0), "value_head": values.stride(1)}
     constants: dict[str, Any] = {"SPLITS": len(q), "HALF": width // 2, "BLOCK": power_of_two(width // 2)}
-    return Launch(rotary_kernel, (rows, heads + 2 * kv_heads), arguments, constants, warps=1)
+    return (Launch(rotary_kernel, (rows, heads + 2 * kv_heads), arguments, constants, warps=1),), rotated
 
 
 def row_step(tensor: Tensor) -> int:
-    """Return the distance between the rows of a tensor, in elements; 0 if the tensor has one row for all rows."""
+    """Return the distance between rows, in elements; 0 if one row stands for all rows."""
     return 0 if tensor.shape[0] == 1 else tensor.stride(0)
 
 
-@operator(
+rotate_and_write = operator(
     "rotate_and_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm,"
-    " float epsilon, Tensor(a!) keys, Tensor(b!) values, Tensor positions) -> Tensor"
+    " float epsilon, Tensor(a!) keys, Tensor(b!) values, Tensor positions) -> Tensor",
+    rotary_launches,
 )
-def rotate_and_write(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
-    epsilon: float, keys: Tensor, values: Tensor, positions: Tensor,
-) -> Tensor:  # fmt: skip
-    """Return rotated q, `[rows, heads · width]`, and write rotated k and unchanged v to the cache.
-
-    Args:
-        q, k, v, cos, sin, q_norm, k_norm, epsilon, keys, values, positions: the arguments of `rotary_launch`.
-    """
-    rotated = torch.empty(q.shape[1:], dtype=keys.dtype, device=q.device)
-    rotary_launch(q, k, v, cos, sin, q_norm, k_norm, epsilon, keys, values, positions, rotated).run()
-    return rotated

@@ -1,21 +1,21 @@
 """Attention of one query of each row over a slot cache, `[rows, kv_heads, positions, width]`.
 
-    y = softmax(scale · q Kᵀ + slope · (t − e + 1)) V          t: position of a key, e: keys of the row
-
-Rows have lengths of their own, which lie on the device. A row attends to the positions t < e that its window reaches
-and its mask shows. A row that attends to nothing gets zeros. Query heads of one key/value head share its loads.
-
-Launches: 2. In the first one, programs for each row, key/value head and split of the keys write partial results:
-
-    m = max of the scores        l = Σ exp(score − m)        a = Σ exp(score − m) · V.
-
-In the second one a program for each row and query head adds them up. It may count the new token as well: no program of
-that launch reads the counter.
-
-Bytes: q, and the keys and values of the attended positions, are read once, with a byte of the mask for each position of
-a row and key/value head. Nothing else of the cache is read, whatever lies there. The partial results are written once
-and read once: 4 · (width + 2) for each split and query head.
+y = softmax(scale · q Kᵀ) V
 """
+
+# Rows have lengths of their own, which lie on the device. A row attends to the positions that its window reaches and
+# its mask shows. A row that attends to nothing gets zeros. Query heads of one key/value head share its loads.
+#
+# Launches: 2. In the first one, programs for each row, key/value head and split of the keys write partial results:
+#
+#     m = max of the scores        l = Σ exp(score − m)        a = Σ exp(score − m) · V.
+#
+# In the second one a program for each row and query head adds them up. It may count the new token as well: no program
+# of that launch reads the counter.
+#
+# Bytes: q, and the keys and values of the attended positions, are read once, with a byte of the mask for each position
+# of a row and key/value head. Nothing else of the cache is read, whatever lies there. The partial results are written
+# once and read once: 4 · (width + 2) for each split and query head.
 
 from __future__ import annotations
 
@@ -29,31 +29,29 @@ from torch import Tensor
 from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two, splits_for
 from parallelformers_ng.kernels.triton.rotary_kernel import row_step
 
+# Least size of each side of a product that Triton compiles (`tl.dot`).
 LEAST_SIDE = 16
-"""Least size of each side of a product that Triton compiles (`tl.dot`)."""
 _KEYS_AT_ONCE = 64
 _MOST_SPLITS = 64
 
 
 @triton.jit(do_not_specialize=["splits"])
 def split_kernel(
-    q, keys, values, mask, slopes, lengths, parts, largest, sums,
-    kv_heads, groups, room, splits, new, window, q_row, key_row, key_head, value_row, value_head,
+    q, keys, values, mask, lengths, parts, largest, sums,
+    kv_heads, groups, room, splits, window, q_row, key_row, key_head, value_row, value_head,
     mask_row, length_row, scale,
     QUERIES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the partial results of one split of the keys, for the query heads of one key/value head.
-
-    The partial results of a query head are the largest score, and the sum of the weights exp(score - largest). The
-    third result is the weighted sum of the values. `attention_launches` describes the arguments. Names that end in
-    `_row` or `_head` are distances in elements. `groups` is the number of query heads of a key/value head, `room` the
-    number of positions.
-    """
+    # Computes the partial results of one split of the keys, for the query heads of one key/value head: the largest
+    # score, the sum of the weights exp(score - largest), and the weighted sum of the values. Names that end in `_row`
+    # or `_head` are distances in elements. `groups` is the number of query heads of a key/value head, `room` the number
+    # of positions.
     pair, split = tl.program_id(0), tl.program_id(1)
     row, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     query, column = tl.arange(0, QUERIES), tl.arange(0, BLOCK)
     is_query, is_column = query < groups, column < WIDTH
-    end = tl.minimum(tl.load(lengths + row * length_row).to(tl.int32) + new, room)
+    end = tl.minimum(tl.load(lengths + row * length_row).to(tl.int32) + 1, room)
+    # Without a window, `window` is 0. Triton 3.9 needs more registers for the same code without a window.
     start = 0
     if window > 0:
         start = tl.maximum(end - window, 0)
@@ -64,9 +62,6 @@ def split_kernel(
     states = tl.load(
         q + row * q_row + heads_at[:, None] + column[None, :], mask=is_query[:, None] & is_column[None, :], other=0.0
     )
-    slope = tl.zeros([QUERIES], tl.float32)
-    if slopes is not None:
-        slope = tl.load(slopes + head * groups + query, mask=is_query, other=0.0)
     highest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     mixed = tl.zeros([QUERIES, BLOCK], tl.float32)
@@ -81,8 +76,6 @@ def split_kernel(
         loaded = shown[:, None] & is_column[None, :]
         key = tl.load(keys_at + place, mask=loaded, other=0.0)
         scores = tl.dot(states, tl.trans(key), input_precision="ieee") * scale
-        if slopes is not None:
-            scores += slope[:, None] * (position - end + 1).to(tl.float32)[None, :]
         scores = tl.where(shown[None, :], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         anchor = tl.where(higher == float("-inf"), 0.0, higher)
@@ -105,10 +98,7 @@ def combine_kernel(
     parts, largest, sums, counter, y, splits,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention y of one row and query head from the partial results of its splits.
-
-    One program also increments `counter`. `attention_launches` describes the arguments.
-    """
+    # Computes attention y of one row and query head from its splits. One program also increments `counter`.
     slot = tl.program_id(0).to(tl.int64)
     split, column = tl.arange(0, SPLITS), tl.arange(0, BLOCK)
     is_split, is_column = split < splits, column < WIDTH
@@ -126,83 +116,56 @@ def combine_kernel(
 
 
 def attention_launches(
-    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, new: int, scale: float, y: Tensor,
-    mask: Tensor | None = None, window: int = 0, slopes: Tensor | None = None, counter: Tensor | None = None,
-) -> tuple[Launch, Launch]:  # fmt: skip
-    """Return two launches, to run in order, that write attention y of one query of each row over a cache.
+    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float,
+    mask: Tensor | None = None, counter: Tensor | None = None, window: int = 0,
+) -> tuple[tuple[Launch, Launch], Tensor]:  # fmt: skip
+    """Return two launches, and their output y, `[rows, heads · width]`: attention of one query of each row.
 
-    The first launch computes partial results for splits of the keys, the second launch combines the partial results.
-    The method is that of Flash-Decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html). The function
-    allocates fp32 tensors for the partial results on the device of q.
+    The first launch computes partial results for splits of the keys, in fp32; the second launch combines them. The
+    method is that of Flash-Decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 
     Args:
         q: queries, `[rows, heads · width]`, dense along the last dimension.
         keys, values: cache, `[rows, kv_heads, positions, width]`, dense along the last two dimensions.
-        lengths: number of tokens of each row in the cache, `[rows]` or `[1]`, integers.
-        new: number of tokens of each row in the cache that `lengths` does not count yet.
+        lengths: number of earlier tokens of each row, `[rows]` or `[1]`, integers; a query also sees its own token.
         scale: factor of the scores.
-        y: output, `[rows, heads · width]`, contiguous. A row that attends to no position gets zeros.
         mask: bytes, `[rows or 1, positions]`; 0 hides a position. None hides no position.
+        counter: one integer on the device that the second launch increases by 1; may be `lengths` of one element.
         window: number of last positions that a row attends to; 0 for all positions.
-        slopes: slopes of ALiBi (https://arxiv.org/abs/2108.12409), `[heads]`, fp32; None for no ALiBi.
-        counter: one integer on the device that the second launch increases by 1; may be `lengths` of one element. None
-            for no counter.
     """
     rows, kv_heads, room, width = keys.shape
     heads = q.shape[1] // width
     splits = splits_of(power_of_two(rows) * kv_heads, room)
+    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts = torch.empty((rows * heads, splits, width), dtype=torch.float32, device=q.device)
-    largest, sums = (torch.empty((rows * heads, splits), dtype=torch.float32, device=q.device) for _ in range(2))
-    block = max(LEAST_SIDE, power_of_two(width))
+    largest, sums = (parts.new_empty((rows * heads, splits)) for _ in range(2))
     partial: dict[str, Any] = {"parts": parts, "largest": largest, "sums": sums, "splits": splits}
-    arguments: dict[str, Any] = {
-        "q": q,
-        "keys": keys,
-        "values": values,
-        "mask": mask,
-        "slopes": slopes,
-        "lengths": lengths,
-    }
-    arguments |= {"kv_heads": kv_heads, "groups": heads // kv_heads, "room": room, "new": new, "window": window}
+    arguments: dict[str, Any] = partial | {"q": q, "keys": keys, "values": values, "mask": mask, "lengths": lengths}
+    arguments |= {"kv_heads": kv_heads, "groups": heads // kv_heads, "room": room, "window": window, "scale": scale}
     arguments |= {"q_row": q.stride(0), "key_row": keys.stride(0), "key_head": keys.stride(1)}
-    arguments |= {"value_row": values.stride(0), "value_head": values.stride(1), "scale": scale}
+    arguments |= {"value_row": values.stride(0), "value_head": values.stride(1)}
     arguments |= {"mask_row": 0 if mask is None else row_step(mask), "length_row": row_step(lengths)}
+    shape: dict[str, Any] = {"WIDTH": width, "BLOCK": max(LEAST_SIDE, power_of_two(width))}
     queries = max(LEAST_SIDE, power_of_two(heads // kv_heads))
-    shape: dict[str, Any] = {"QUERIES": queries, "WIDTH": width, "BLOCK": block, "KEYS": _KEYS_AT_ONCE}
-    first = Launch(split_kernel, (rows * kv_heads, splits), arguments | partial, shape, warps=4, stages=2)
-    shape = {"WIDTH": width, "BLOCK": block, "SPLITS": power_of_two(splits)}
-    return first, Launch(combine_kernel, (rows * heads,), partial | {"counter": counter, "y": y}, shape, warps=4)
+    split_shape = shape | {"QUERIES": queries, "KEYS": _KEYS_AT_ONCE}
+    first = Launch(split_kernel, (rows * kv_heads, splits), arguments, split_shape, stages=2)
+    combined, sum_shape = partial | {"counter": counter, "y": y}, shape | {"SPLITS": power_of_two(splits)}
+    return (first, Launch(combine_kernel, (rows * heads,), combined, sum_shape)), y
 
 
 def splits_of(pairs: int, room: int) -> int:
-    """Return the number of splits of the keys, 1 to 64.
-
-    The number is equal for all steps over a cache, so that a recording can repeat the launch.
+    """Choose the number of splits of the keys, 1 to 64, equal for all steps over a cache: a recording repeats it.
 
     Args:
         pairs: number of key/value heads, times the number of rows rounded up to a power of two. A recording has this
             number of rows; its kernels were compiled in the step before the recording.
         room: number of positions of the cache.
     """
-    of_keys = -(-room // (2 * _KEYS_AT_ONCE))
-    return splits_for(pairs, min(_MOST_SPLITS, of_keys))
+    return splits_for(pairs, min(_MOST_SPLITS, -(-room // (2 * _KEYS_AT_ONCE))))
 
 
-@operator(
-    "attend(Tensor q, Tensor keys, Tensor values, Tensor lengths, int new, float scale, Tensor? mask=None,"
-    " int window=0, Tensor? slopes=None, Tensor(a!)? counter=None) -> Tensor"
+attend = operator(
+    "attend(Tensor q, Tensor keys, Tensor values, Tensor lengths, float scale, Tensor? mask=None,"
+    " Tensor(a!)? counter=None, int window=0) -> Tensor",
+    attention_launches,
 )
-def attend(
-    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, new: int, scale: float,
-    mask: Tensor | None = None, window: int = 0, slopes: Tensor | None = None, counter: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Return attention of one query of each row over a cache, `[rows, heads · width]`.
-
-    Args:
-        q, keys, values, lengths, new, scale, mask, window, slopes, counter: the arguments of `attention_launches`. The
-            operator increments `counter` in place.
-    """
-    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    for launch in attention_launches(q, keys, values, lengths, new, scale, y, mask, window, slopes, counter):
-        launch.run()
-    return y

@@ -24,13 +24,13 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from parallelformers_ng.kernels.triton.byte_product import byte_product_launch, splits_of
-from parallelformers_ng.kernels.triton.gate_kernel import gate_launch
+from parallelformers_ng.kernels.triton.byte_product import byte_product_launches, splits_of
+from parallelformers_ng.kernels.triton.gate_kernel import gate_launches
 from parallelformers_ng.kernels.triton.launch import Launch
-from parallelformers_ng.kernels.triton.nibble_product import nibble_product_launch
-from parallelformers_ng.kernels.triton.norm_kernel import norm_launch
-from parallelformers_ng.kernels.triton.partial_results import sum_launch
-from parallelformers_ng.kernels.triton.rotary_kernel import rotary_launch
+from parallelformers_ng.kernels.triton.nibble_product import nibble_product_launches
+from parallelformers_ng.kernels.triton.norm_kernel import norm_launches
+from parallelformers_ng.kernels.triton.partial_results import sum_launches
+from parallelformers_ng.kernels.triton.rotary_kernel import rotary_launches
 from parallelformers_ng.kernels.triton.slot_attention import attention_launches
 
 CAPABILITIES = (80, 86, 89, 90, 100)
@@ -80,6 +80,12 @@ def split(*widths: int, inputs: int) -> tuple[Tensor, ...]:
     return outputs.split([*widths], -1)
 
 
+def only(made: tuple[tuple[Launch], Any]) -> Launch:
+    """Return the launch of an operator that has one."""
+    (launch,), _ = made
+    return launch
+
+
 def launches(shape: Shape) -> Iterator[tuple[str, Launch]]:
     """Yield the launches of a layer, of its quantized products, and of the kernels that read their partial results.
 
@@ -92,36 +98,34 @@ def launches(shape: Shape) -> Iterator[tuple[str, Launch]]:
     widths = [shape.heads * shape.width, *[shape.kv_heads * shape.width] * 2]
     plain, (down,) = states.unsqueeze(0), split(shape.hidden, inputs=shape.inner)
     for suffix, added in (("", plain), (" of splits", down)):
-        for name, centered in (("norm", False), ("layer norm", True)) if added is plain else (("norm", False),):
-            weight = empty(shape.hidden)
-            yield name + suffix, norm_launch(states, added, weight, None, 1e-5, centered, states, states)
+        yield f"norm{suffix}", only(norm_launches(states, added, empty(shape.hidden), 1e-5))
     plain_heads = [empty(1, ROWS, each) for each in widths]
     for suffix, heads in (("", plain_heads), (" of splits", split(*widths, inputs=shape.hidden))):
         norms = (head_norm, head_norm, 1e-6)
-        yield f"rotary{suffix}", rotary_launch(*heads, angles, angles, *norms, cache, cache, length, wide)
+        yield f"rotary{suffix}", only(rotary_launches(*heads, angles, angles, *norms, cache, cache, length))
     mask = empty(ROWS, POSITIONS, dtype=torch.uint8)
-    first, second = attention_launches(wide, cache, cache, length, 1, 0.1, wide, mask, counter=length)
+    (first, second), _ = attention_launches(wide, cache, cache, length, 0.1, mask, length)
     yield "attention, splits", first
     yield "attention, sum", second
     inner = empty(1, ROWS, shape.inner)
-    yield "gate", gate_launch(inner, inner, inner[0], "silu")
+    yield "gate", only(gate_launches(inner, inner, torch.bfloat16))
     gate, up = split(*[shape.inner // 8] * 2, inputs=shape.hidden)
-    yield "gate of splits", gate_launch(gate, up, empty(ROWS, shape.inner // 8), "silu")
+    yield "gate of splits", only(gate_launches(gate, up, torch.bfloat16))
     pair = [shape.inner] * 2
     scales = [empty(outputs, 1, dtype=torch.float32) for outputs in pair]
     biases = [empty(outputs) for outputs in pair] if shape.biased else []
     for name, dtype in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
         weights = [empty(outputs, shape.hidden, dtype=dtype) for outputs in pair]
-        yield f"product, {name}", byte_product_launch(states, weights, scales, biases)[0]
+        yield f"product, {name}", only(byte_product_launches(states, weights, scales, biases))
         weight, scale = empty(shape.hidden, shape.inner, dtype=dtype), empty(shape.hidden, 1, dtype=torch.float32)
-        yield f"product, splits, {name}", byte_product_launch(inner[0], [weight], [scale], [])[0]
+        yield f"product, splits, {name}", only(byte_product_launches(inner[0], [weight], [scale], []))
     if len(down) > 1:
-        yield "sum of splits", sum_launch(down, states)
+        yield "sum of splits", only(sum_launches(down, torch.bfloat16))
     weights = [empty(outputs, shape.hidden // 2, dtype=torch.uint8) for outputs in pair]
     scales = [empty(outputs, shape.hidden // 32) for outputs in pair]
-    yield "product, int4", nibble_product_launch(states, weights, scales, biases)[0]
+    yield "product, int4", only(nibble_product_launches(states, weights, scales, biases))
     weight, scale = empty(shape.hidden, shape.inner // 2, dtype=torch.uint8), empty(shape.hidden, shape.inner // 32)
-    yield "product, splits, int4", nibble_product_launch(inner[0], [weight], [scale], [])[0]
+    yield "product, splits, int4", only(nibble_product_launches(inner[0], [weight], [scale], []))
 
 
 def source_of(launch: Launch) -> ASTSource:

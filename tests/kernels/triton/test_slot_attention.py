@@ -38,13 +38,13 @@ def slots(lengths: list[int], width: int, kv_heads: int, groups: int, dtype: tor
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_lengths_of_rows(lengths: str, dtype: torch.dtype) -> None:
-    arguments = (*slots(LENGTHS[lengths], 24, 2, 8, dtype), 1, 24**-0.5)
+    arguments = (*slots(LENGTHS[lengths], 24, 2, 8, dtype), 24**-0.5)
     assert_agrees(attend(*arguments), attention_twin, *arguments)
 
 
 @pytest.mark.parametrize(("width", "kv_heads", "groups"), [(16, 1, 1), (64, 1, 17), (80, 2, 7)])
 def test_heads_and_widths(width: int, kv_heads: int, groups: int) -> None:
-    arguments = (*slots([150, 20], width, kv_heads, groups, torch.bfloat16), 1, width**-0.5)
+    arguments = (*slots([150, 20], width, kv_heads, groups, torch.bfloat16), width**-0.5)
     assert_agrees(attend(*arguments), attention_twin, *arguments)
 
 
@@ -53,15 +53,8 @@ def test_windows(window: int) -> None:
     q, keys, values, lengths = slots([0, 5, 290], 16, 1, 2, torch.bfloat16)
     for row, length in enumerate(lengths.tolist()):
         keys[row, :, : max(0, length + 1 - window)] = float("nan")
-    arguments = (q, keys, values, lengths, 1, 0.3, None, window)
-    assert_agrees(attend(*arguments), attention_twin, *arguments)
-
-
-@pytest.mark.parametrize("window", [0, 50])
-def test_slopes_of_alibi(window: int) -> None:
-    slopes = 2.0 ** -torch.arange(1.0, 7.0)
-    arguments = (*slots([0, 77, 290], 16, 2, 3, torch.bfloat16), 1, 0.25, None, window, slopes)
-    assert_agrees(attend(*arguments), attention_twin, *arguments)
+    output = attend(q, keys, values, lengths, 0.3, window=window)
+    assert_agrees(output, attention_twin, q, keys, values, lengths, 0.3, None, window)
 
 
 @pytest.mark.parametrize("rows_of_mask", [1, 3])
@@ -74,7 +67,7 @@ def test_masks_hide_what_they_hide(rows_of_mask: int) -> None:
     for row in range(3):
         hidden = mask[row % rows_of_mask] == 0
         keys[row, :, hidden], values[row, :, hidden] = float("nan"), float("inf")
-    arguments = (q, keys, values, lengths, 1, 0.3, mask)
+    arguments = (q, keys, values, lengths, 0.3, mask)
     output = attend(*arguments)
     assert_agrees(output, attention_twin, *arguments)
     assert output[1].any() == (rows_of_mask == 1)
@@ -82,27 +75,27 @@ def test_masks_hide_what_they_hide(rows_of_mask: int) -> None:
 
 @pytest.mark.parametrize("scale", [10.0, 1e4])
 def test_large_scores_do_not_overflow(scale: float) -> None:
-    arguments = (*slots([290], 16, 1, 2, torch.float32), 1, scale)
+    arguments = (*slots([290], 16, 1, 2, torch.float32), scale)
     assert_agrees(attend(*arguments), attention_twin, *arguments)
 
 
 def test_one_length_serves_all_rows_and_is_counted() -> None:
     q, keys, values, _ = slots([40, 40], 16, 1, 2, torch.float32)
     length = torch.tensor([40])
-    output = attend(q, keys, values, length, 1, 0.3, None, 0, None, length)
+    output = attend(q, keys, values, length, 0.3, None, length)
     assert length.tolist() == [41]
-    assert_agrees(output, attention_twin, q, keys, values, torch.tensor([40, 40]), 1, 0.3)
+    assert_agrees(output, attention_twin, q, keys, values, torch.tensor([40, 40]), 0.3)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 64])
 def test_every_number_of_splits_gives_the_same(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_attention, "splits_of", lambda pairs, room: splits)
-    arguments = (*slots([0, 5, 290], 16, 1, 2, torch.bfloat16), 1, 0.3)
+    arguments = (*slots([0, 5, 290], 16, 1, 2, torch.bfloat16), 0.3)
     assert_agrees(attend(*arguments), attention_twin, *arguments)
 
 
 def test_lengths_beyond_the_room_end_there() -> None:
-    arguments: tuple[Any, ...] = (*slots([299], 16, 1, 2, torch.float32)[:3], torch.tensor([5000]), 1, 0.3)
+    arguments: tuple[Any, ...] = (*slots([299], 16, 1, 2, torch.float32)[:3], torch.tensor([5000]), 0.3)
     assert_agrees(attend(*arguments), attention_twin, *arguments)
 
 

@@ -62,7 +62,7 @@ def test_bytes_of_keys_and_values(window: int, masked: bool) -> None:
     mask = torch.ones(4, 512, dtype=torch.uint8)
     mask[3, :40] = 0
     with counted() as traffic:
-        attend(q, keys, values, torch.tensor(lengths), 1, 0.1, mask if masked else None, window)
+        attend(q, keys, values, torch.tensor(lengths), 0.1, mask if masked else None, window=window)
     attended = [length + 1 if not window else min(window, length + 1) for length in lengths]
     attended[3] -= 40 if masked and not window else 0
     necessary = sum(attended) * kv_heads * width * 2
@@ -79,7 +79,7 @@ def test_slots_of_a_batch_read_their_own_columns() -> None:
     for row, length in enumerate(lengths):
         mask[row, columns - length : columns] = 1
     with counted() as traffic:
-        attend(q, keys, values, torch.tensor([columns - 1]), 1, 0.1, mask)
+        attend(q, keys, values, torch.tensor([columns - 1]), 0.1, mask)
     necessary = sum(lengths[:-free]) * kv_heads * width * 2
     assert traffic.bytes_of(keys) == traffic.bytes_of(values) <= 1.05 * necessary
 
@@ -87,5 +87,5 @@ def test_slots_of_a_batch_read_their_own_columns() -> None:
 def test_bytes_of_a_norm() -> None:
     x = randn(2, 1, 96, dtype=torch.bfloat16)
     with counted() as traffic:
-        sum_and_norm(x, x.clone().view(1, 2, 96), x[0, 0].clone(), None, 1e-5, False)
+        sum_and_norm(x, x.clone().view(1, 2, 96), x[0, 0].clone(), 1e-5)
     assert traffic.total() == 4 * x.nbytes + x.nbytes

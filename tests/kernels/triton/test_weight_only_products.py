@@ -9,7 +9,7 @@ from torch import Tensor
 from parallelformers_ng.kernels.triton.byte_product import (
     MOST_ROWS,
     byte_product,
-    byte_product_launch,
+    byte_product_launches,
     splits_of,
 )
 from parallelformers_ng.kernels.triton.nibble_product import nibble_product
@@ -55,7 +55,7 @@ def test_products_of_bytes_in_splits(
     x = randn(rows, inputs, dtype=torch.bfloat16)
     biases = [randn(each, dtype=torch.bfloat16, seed=7) for each in outputs] if bias else []
     arguments = (x, *quantized(kind, outputs, inputs, torch.bfloat16), biases)
-    launch, _ = byte_product_launch(*arguments)
+    (launch,), _ = byte_product_launches(*arguments)
     assert launch.grid[1] == splits
     output = byte_product(*arguments)
     assert output.shape == (splits, rows, sum(outputs))
@@ -66,7 +66,7 @@ def test_products_of_bytes_in_splits(
 def test_splits_do_not_depend_on_rows() -> None:
     arguments = (*quantized("int8", [40], 1700, torch.bfloat16), [])
     grids = {
-        byte_product_launch(x, *arguments)[0].grid
+        byte_product_launches(x, *arguments)[0][0].grid
         for rows in range(1, MOST_ROWS + 1)
         for x in [randn(rows, 1700, dtype=torch.bfloat16)]
     }

@@ -21,24 +21,19 @@ def sum_twin(p: Tensor, dtype: torch.dtype) -> Tensor:
     return p.sum(0).to(dtype)
 
 
-def norm_twin(
-    x: Tensor, d: Tensor | None, w: Tensor, b: Tensor | None, epsilon: float, centered: bool
-) -> tuple[Tensor, Tensor]:
+def norm_twin(x: Tensor, d: Tensor | None, w: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """Return s = x + d and the norm of s, computed by plain torch. If d is None, s is x.
 
     Args:
         x: `[…, columns]`.
         d: partial results, `[splits, rows, columns]`, or None.
-        w, b: weight and bias of the norm, `[columns]`; b is None for no bias.
+        w: weight of the norm, `[columns]`.
         epsilon: ε of the norm.
-        centered: True for LayerNorm, False for RMSNorm.
     """
     s = x if d is None else x + sum_twin(d, x.dtype).view_as(x)
     wide = s if s.dtype is torch.float64 else s.float()
-    if centered:
-        wide = wide - wide.mean(-1, keepdim=True)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * w
-    return s, (normed if b is None else normed + b).to(x.dtype)
+    return s, normed.to(x.dtype)
 
 
 def rotary_twin(
@@ -48,7 +43,7 @@ def rotary_twin(
     """Return the result of `rotate_and_write`, and change keys and values like it, by plain torch.
 
     Args:
-        q, k, v, cos, sin, q_norm, k_norm, epsilon, keys, values, positions: the arguments of `rotary_launch`.
+        q, k, v, cos, sin, q_norm, k_norm, epsilon, keys, values, positions: the arguments of `rotary_launches`.
     """
     rows, kv_heads, room, width = keys.shape
     q, k, v = (sum_twin(each, keys.dtype) for each in (q, k, v))
@@ -69,41 +64,42 @@ def rotary_twin(
 
 
 def attention_twin(
-    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, new: int, scale: float,
-    mask: Tensor | None = None, window: int = 0, slopes: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    scale: float,
+    mask: Tensor | None = None,
+    window: int = 0,
+) -> Tensor:
     """Return the result of `attend`, computed by plain torch, row by row, on the CPU.
 
     Args:
-        q, keys, values, lengths, new, scale, mask, window, slopes: the arguments of `attention_launches`.
+        q, keys, values, lengths, scale, mask, window: the arguments of `attention_launches`.
     """
     rows, kv_heads, room, width = keys.shape
     y = torch.zeros_like(q)
     for row, length in enumerate(lengths.expand(rows).tolist()):
-        end = min(length + new, room)
+        end = min(length + 1, room)
         position = torch.arange(max(0, end - window) if window else 0, end)
         if mask is not None:
             position = position[mask.expand(rows, -1)[row, position] != 0]
         if len(position):
             queries = q[row].view(kv_heads, -1, width)
             scores = queries @ keys[row][:, position].transpose(1, 2) * scale
-            if slopes is not None:
-                scores = scores + slopes.view(kv_heads, -1, 1).to(q.dtype) * (position - end + 1).to(q.dtype)
             wide = scores if scores.dtype is torch.float64 else scores.float()
             y[row] = (wide.softmax(-1).to(q.dtype) @ values[row][:, position]).flatten()
     return y
 
 
-def gate_twin(g: Tensor, u: Tensor, activation: str, dtype: torch.dtype) -> Tensor:
+def gate_twin(g: Tensor, u: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the result of `gated`, computed by plain torch.
 
     Args:
-        g, u, activation, dtype: the arguments of `gated`.
+        g, u, dtype: the arguments of `gated`.
     """
     g, u = (sum_twin(each, dtype) for each in (g, u))
-    if activation == "silu":
-        return functional.silu(g) * u
-    return functional.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none") * u
+    return functional.silu(g) * u
 
 
 def byte_product_twin(
