@@ -12,17 +12,13 @@ from parallelformers_ng.sharding.partition import Range, width_of
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of one tensor.
+    """One rank's part of one tensor."""
 
-    Attributes:
-        dim: the dimension that is cut, or None if the rank holds the whole tensor.
-        ranges: the ranges held along `dim`, in the order in which the rank concatenates them. Ranges may repeat.
-        zero: whether the rank holds zeros of that shape instead of values: for a bias that another rank adds, or for
-            the output rows of a rank without heads.
-    """
-
-    dim: int | None = None
+    dim: int | None = None  # the dimension that is cut, or None if the rank holds the whole tensor
+    # the ranges held along `dim`, in the order in which the rank concatenates them. Ranges may repeat.
     ranges: tuple[Range, ...] = ()
+    # whether the rank holds zeros of that shape instead of values: for a bias that another rank adds, or for the output
+    # rows of a rank without heads
     zero: bool = False
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
@@ -55,25 +51,15 @@ ZERO = Shard(zero=True)
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The plan of one parameter or buffer.
+    """The plan of one parameter or buffer."""
 
-    Attributes:
-        name: dotted name of the tensor in the model.
-        shape: shape of the whole tensor.
-        dtype: data type on the ranks, after the cast.
-        shards: one `Shard` per rank.
-        storage: name of the stored tensor; tied tensors that are cut in the same way have the same storage name.
-        is_buffer: whether the tensor is a buffer, not a parameter.
-        rule: the policy rule that cut the tensor, for people; "" if the tensor stays whole.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    shards: tuple[Shard, ...]
-    storage: str
-    is_buffer: bool = False
-    rule: str = ""
+    name: str  # dotted name of the tensor in the model
+    shape: tuple[int, ...]  # shape of the whole tensor
+    dtype: torch.dtype  # data type on the ranks, after the cast
+    shards: tuple[Shard, ...]  # one `Shard` per rank
+    storage: str  # name of the stored tensor; tied tensors that are cut in the same way have the same storage name
+    is_buffer: bool = False  # whether the tensor is a buffer, not a parameter
+    rule: str = ""  # the policy rule that cut the tensor, for people; "" if the tensor stays whole
 
     @property
     def is_replicated(self) -> bool:
