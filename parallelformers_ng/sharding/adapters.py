@@ -25,8 +25,9 @@ from parallelformers_ng.sharding.layers import LayerPlan, ParallelLayer
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.quantizing import is_stored_quantized, refuse_high_precision
 from parallelformers_ng.sharding.stored import StoredInParts
-from parallelformers_ng.sharding.tensor_plan import WHOLE, ZERO, Shard, TensorPlan
-from parallelformers_ng.sharding.tensors import dotted, is_within, owned_tensors
+from parallelformers_ng.sharding.tensor_plan import WHOLE, ZERO, Cut, TensorPlan, plans_of_tensors
+from parallelformers_ng.sharding.tensors import is_within
+from parallelformers_ng.sharding.units import and_above
 
 # Kind of adapter tensor → the layer's dimension that each of the tensor's dimensions equals; "" equals none.
 _COUNTS: dict[str, tuple[str, ...]] = {
@@ -35,7 +36,6 @@ _COUNTS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 _VARIANTS = frozenset({"DoraLinearVariant"})
 _MERGE = "merge it into the weights first (merge_and_unload)"
-_Cut = tuple[tuple[Shard, ...], str]  # one shard for each rank, and the rule that made the shards
 
 
 class NormOverRanks(ParallelLayer):
@@ -88,15 +88,13 @@ def with_adapters(
     places = {place.path: place for place in _places(model)}
 
     def place_of(name: str) -> _Place | None:
-        while name and name not in places:
-            name = name.rpartition(".")[0]
-        return places.get(name)
+        return next((places[path] for path in and_above(name) if path in places), None)
 
     def moved(name: str) -> list[str]:
         place = place_of(name)
         return [name] if place is None else place.moved(name)
 
-    cuts: dict[str, _Cut] = {}
+    cuts: dict[str, Cut] = {}
     for name, tensor in plan.tensors.items():
         cuts.update(dict.fromkeys(moved(name), (tensor.shards, tensor.rule)))
     in_parts = {layer.path for layer in plan.layers if layer.cls is StoredInParts}
@@ -110,17 +108,9 @@ def with_adapters(
         cuts.update(place.cuts(plan, place in with_cuts and path not in in_parts))
     types = {moved(name)[0]: tensor.dtype for name, tensor in plan.tensors.items()}
 
-    tensors: dict[str, TensorPlan] = {}
-    holders: dict[tuple[int, tuple[Shard, ...]], str] = {}
-    for path, module in model.named_modules():
-        for short, owned, is_buffer in owned_tensors(module):
-            name = dotted(path, short)
-            shards, rule = cuts[name]
-            cast = dtype if dtype is not None and owned.is_floating_point() else owned.dtype
-            storage = holders.setdefault((id(owned), shards), name)
-            tensors[name] = TensorPlan(
-                name, tuple(owned.shape), types.get(name, cast), shards, storage, is_buffer, rule
-            )
+    def dtype_of(name: str, tensor: torch.Tensor, _: bool) -> torch.dtype:
+        return types.get(name, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
+
     added_to = {name for place in places.values() for name in place.parameters} & plan.quantized.keys()
     reasons = dict.fromkeys(sorted(added_to), "an adapter changes this weight")
     misfits = plan.misfits | reasons
@@ -131,7 +121,7 @@ def with_adapters(
     norms = (path for place in places.values() for path in place.norms(cuts))
     return replace(
         plan,
-        tensors=tensors,
+        tensors=plans_of_tensors(model, cuts.__getitem__, dtype_of),
         layers=[*layers, *(LayerPlan(path, NormOverRanks, ({},) * plan.world_size) for path in norms)],
         blocks=[new for block in plan.blocks for new in moved(block)],
         cuttable=frozenset(moved(name)[0] for name in plan.cuttable),
@@ -162,8 +152,8 @@ class _Place:
         names = (getattr(adapter, "parameter_name", None) for adapter in self.adapters.values())
         return [f"{self.path}.{name}" for name in names if name]
 
-    def cuts(self, plan: ShardPlan, is_cut: bool) -> dict[str, _Cut]:
-        cuts_by_name: dict[str, _Cut] = {}
+    def cuts(self, plan: ShardPlan, is_cut: bool) -> dict[str, Cut]:
+        cuts_by_name: dict[str, Cut] = {}
         for path, adapter in self.adapters.items():
             weight = plan.tensors.get(f"{self.path}.{getattr(adapter, 'parameter_name', 'weight')}")
             counted = self._counted(weight, hasattr(adapter, "parameter_name")) if is_cut else ""
@@ -172,7 +162,7 @@ class _Place:
                     cuts_by_name[f"{path}.{name}"] = _cut(name, tensor, counts, weight, counted, plan.world_size)
         return cuts_by_name
 
-    def norms(self, cuts: Mapping[str, _Cut]) -> Iterator[str]:
+    def norms(self, cuts: Mapping[str, Cut]) -> Iterator[str]:
         for path, adapter in self.adapters.items():
             for name in adapter.lora_magnitude_vector.keys() if hasattr(adapter, "lora_magnitude_vector") else ():
                 if any(shard.dim is not None for shard in cuts[f"{path}.lora_A.{name}.weight"][0]):
@@ -199,7 +189,7 @@ class _Place:
 
 def _cut(
     name: str, tensor: torch.Tensor, counts: tuple[str, ...], weight: TensorPlan | None, counted: str, ranks: int
-) -> _Cut:
+) -> Cut:
     if weight is None or not counted:
         return (WHOLE,) * ranks, ""
     if name.endswith(".bias") and counted == "inputs":  # ranks sum the product, so only rank 0 adds the bias

@@ -21,8 +21,8 @@ from parallelformers_ng.sharding.partition import HeadShare, even_out, fill_wait
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Policy, Selection, is_block
 from parallelformers_ng.sharding.quantizing import border, choose_encodings
-from parallelformers_ng.sharding.tensor_plan import WHOLE, Shard, TensorPlan
-from parallelformers_ng.sharding.tensors import dotted, is_within, owned_tensors
+from parallelformers_ng.sharding.tensor_plan import WHOLE, TensorPlan, plans_of_tensors
+from parallelformers_ng.sharding.tensors import dotted, is_within
 from parallelformers_ng.sharding.units import CutUnit, attention_of, units_of
 from parallelformers_ng.sharding.vocabulary import cut_rows, find_vocabulary
 
@@ -81,11 +81,9 @@ def _spread_tensors(plan: ShardPlan, parts: Sequence[float]) -> tuple[list[Tenso
     others."""
     spread: tuple[list[TensorPlan], list[TensorPlan]] = [], []
     for tensor in plan.stored():
-        bytes_per_rank = list(
-            map(truediv, map(tensor.bytes_on, range(plan.world_size)), parts or [1.0] * plan.world_size)
-        )
         if not tensor.is_replicated:
-            spread[max(bytes_per_rank) > _ABOUT_THE_SAME * min(bytes_per_rank)].append(tensor)
+            loads = [tensor.bytes_on(rank) / part for rank, part in enumerate(parts or [1.0] * plan.world_size)]
+            spread[max(loads) > _ABOUT_THE_SAME * min(loads)].append(tensor)
     return spread
 
 
@@ -258,20 +256,15 @@ class _Builder:
     def finish(
         self, selection: Selection, dtype: torch.dtype | None, quantize: QuantizeOptions | None = None
     ) -> ShardPlan:
-        keep_whole = (WHOLE,) * self.draft.world_size
+        keep_whole = (WHOLE,) * self.draft.world_size, ""
         casts = CastRule(self.draft.model, dtype)
-        tensors: dict[str, TensorPlan] = {}
-        holders: dict[tuple[int, tuple[Shard, ...]], str] = {}
-        cuttable = set()
-        for path, module in self.draft.modules.items():
-            for short, tensor, is_buffer in owned_tensors(module):
-                name = dotted(path, short)
-                shards, rule = self.draft.cuts.get(name, (keep_whole, ""))
-                storage = holders.setdefault((id(tensor), shards), name)
-                target = casts.dtype_of(name, tensor, short not in module._non_persistent_buffers_set)
-                tensors[name] = TensorPlan(name, tuple(tensor.shape), target, shards, storage, is_buffer, rule)
-                if not is_buffer and tensor.ndim >= 2 and not isinstance(module, _ConvNd):
-                    cuttable.add(name)
+        tensors = plans_of_tensors(self.draft.model, lambda name: self.draft.cuts.get(name, keep_whole), casts.dtype_of)
+        cuttable = {
+            dotted(path, name)
+            for path, module in self.draft.modules.items()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.ndim >= 2 and not isinstance(module, _ConvNd)
+        }
         quantized, misfits = choose_encodings(self.draft.model, quantize, tensors, self.blocks)
         return ShardPlan(
             model_class=type(self.draft.model).__name__,

@@ -13,7 +13,7 @@ from parallelformers_ng.live_code.stock import foreign_modules
 from parallelformers_ng.sharding.layers import LayerPlan, ParallelLayer
 from parallelformers_ng.sharding.partition import HeadShare, Range, cut_interleaved, cut_width
 from parallelformers_ng.sharding.policy_words import Part, Unit
-from parallelformers_ng.sharding.tensor_plan import WHOLE, ZERO, Shard
+from parallelformers_ng.sharding.tensor_plan import WHOLE, ZERO, Cut, Shard
 
 
 class Draft:
@@ -40,7 +40,7 @@ class Draft:
         # dotted path of a module that runs foreign code → description of the code; empty if a proof has run it
         self.foreign = {} if proven else foreign_modules(model)
         # tensor name → one shard per rank, and the rule that made the shards
-        self.cuts: dict[str, tuple[tuple[Shard, ...], str]] = {}
+        self.cuts: dict[str, Cut] = {}
         # module path, and parallel layer or name of a child layer → job of the injector
         self.layers: dict[tuple[str, Any], LayerPlan] = {}
         self.who = ""  # policy, rule and path being applied, for error messages

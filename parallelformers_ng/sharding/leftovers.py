@@ -42,7 +42,8 @@ def cut_leftovers(draft: Draft, exhaustive: bool) -> None:
     """
     where = places(draft.model)
     kinds, whole, total = _leftovers(draft, where)
-    uneven = _regions_that_differ(draft, where)
+    # blocks and models in which ranks compute different parts of a result
+    uneven = {_instance(layer.path, where) for layer in draft.layers.values() if layer.gives_part}
     smallest = min(draft.parts, default=1 / draft.world_size)
     for kind in sorted(kinds, key=_bytes_of, reverse=True):
         size = _bytes_of(kind)
@@ -102,10 +103,6 @@ def _cut(draft: Draft, path: str, name: str, parameter: nn.Parameter, gets_whole
 
 def _owner_is_foreign(draft: Draft, path: str) -> bool:
     return any(is_within(path, other) and "weight" in names_of(draft.modules[other]) for other in draft.foreign)
-
-
-def _regions_that_differ(draft: Draft, where: dict[str, Place]) -> set[str]:
-    return {_instance(layer.path, where) for layer in draft.layers.values() if layer.gives_part}
 
 
 def _instances_above(path: str, draft: Draft, where: dict[str, Place]) -> Iterator[str]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from parallelformers_ng.sharding.partition import Range, width_of
+from parallelformers_ng.sharding.tensors import dotted, owned_tensors
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Shard:
 
 WHOLE = Shard()
 ZERO = Shard(zero=True)
+Cut = tuple[tuple[Shard, ...], str]  # one shard for each rank, and the rule that made the shards
 
 
 @dataclass(frozen=True)
@@ -79,3 +83,22 @@ class TensorPlan:
 def bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Return the bytes of a tensor with a shape and a data type."""
     return math.prod(shape) * dtype.itemsize
+
+
+def plans_of_tensors(
+    model: nn.Module, cut_of: Callable[[str], Cut], dtype_of: Callable[[str, torch.Tensor, bool], torch.dtype]
+) -> dict[str, TensorPlan]:
+    """Plan every tensor of a model; tied tensors that are cut in the same way share their storage.
+
+    `dtype_of` gets the name, the tensor, and whether checkpoints hold it.
+    """
+    tensors: dict[str, TensorPlan] = {}
+    holders: dict[tuple[int, tuple[Shard, ...]], str] = {}
+    for path, module in model.named_modules():
+        for short, tensor, is_buffer in owned_tensors(module):
+            name = dotted(path, short)
+            shards, rule = cut_of(name)
+            dtype = dtype_of(name, tensor, short not in module._non_persistent_buffers_set)
+            storage = holders.setdefault((id(tensor), shards), name)
+            tensors[name] = TensorPlan(name, tuple(tensor.shape), dtype, shards, storage, is_buffer, rule)
+    return tensors
