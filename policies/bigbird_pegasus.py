@@ -1,4 +1,5 @@
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Renewed, Row
+from parallelformers_ng.policies.bert import ATTENTION
+from parallelformers_ng.sharding.rules import Column, Policy, Renewed, Row, moved
 
 
 class BigBirdPegasusEncoderPolicy(Policy):
@@ -6,12 +7,8 @@ class BigBirdPegasusEncoderPolicy(Policy):
 
     block = "BigBirdPegasusEncoderLayer"
     plan = {
-        "self_attn.self": Heads("num_attention_heads", scaled=("all_head_size",)),
-        "self_attn.self.query": Column(),
-        "self_attn.self.key": Column(),
-        "self_attn.self.value": Column(),
+        **moved(moved(ATTENTION, "attention.output.dense", "attention.output"), "attention", "self_attn"),
         "self_attn": Renewed("self"),
-        "self_attn.output": Row(heads="self_attn.self"),
         "fc1": Column(),
         "fc2": Row(),
     }

@@ -1,4 +1,5 @@
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
+from parallelformers_ng.policies.gpt_neox import GPTNeoXPolicy
+from parallelformers_ng.sharding.rules import Heads, Policy, moved
 
 
 class BloomPolicy(Policy):
@@ -11,10 +12,7 @@ class BloomPolicy(Policy):
 
     block = "BloomBlock"
     plan = {
+        **moved(GPTNeoXPolicy.plan, "attention", "self_attention"),
         "self_attention": Heads("num_heads", scaled=("hidden_size", "split_size"), biases=("alibi",)),
-        "self_attention.query_key_value": Column(),
-        "self_attention.dense": Row(),
-        "mlp.dense_h_to_4h": Column(),
-        "mlp.dense_4h_to_h": Row(),
     }
     requires = {"self_attention.slow_but_exact": False}

@@ -1,4 +1,5 @@
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
+from parallelformers_ng.policies.gpt_neox import GPTNeoXPolicy
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, moved
 
 
 class FalconPolicy(Policy):
@@ -10,11 +11,9 @@ class FalconPolicy(Policy):
 
     block = "FalconDecoderLayer"
     plan = {
+        **moved(GPTNeoXPolicy.plan, "attention", "self_attention"),
         "self_attention": Heads(
             "num_heads", "num_kv_heads", scaled=("hidden_size", "split_size"), biases=("alibi", "attention_mask")
         ),
         "self_attention.query_key_value": Column(interleaved=("query", "key", "key")),
-        "self_attention.dense": Row(),
-        "mlp.dense_h_to_4h": Column(),
-        "mlp.dense_4h_to_h": Row(),
     }

@@ -1,4 +1,11 @@
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
+
+ATTENTION = {
+    "attn": Heads(query="num_heads", scaled=("embed_dim", "split_size")),
+    "attn.c_attn": Column(fused=3),
+    "attn.c_proj": Row(),
+}
+MLP = {"mlp.c_fc": Column(), "mlp.c_proj": Row()}
 
 
 class GPT2Policy(Policy):
@@ -7,14 +14,10 @@ class GPT2Policy(Policy):
 
     block = "GPT2Block"
     plan = {
-        "attn": Heads(query="num_heads", scaled=("embed_dim", "split_size")),
-        "attn.c_attn": Column(fused=3),
-        "attn.c_proj": Row(),
-        "crossattention": Heads(query="num_heads", scaled=("embed_dim", "split_size")),
+        **ATTENTION,
+        **moved(ATTENTION, "attn", "crossattention"),
         "crossattention.q_attn": Column(),
         "crossattention.c_attn": Column(fused=2),
-        "crossattention.c_proj": Row(),
-        "mlp.c_fc": Column(),
-        "mlp.c_proj": Row(),
+        **MLP,
     }
     optional = ("crossattention",)

@@ -1,4 +1,5 @@
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
+from parallelformers_ng.policies.gpt2 import ATTENTION, MLP
+from parallelformers_ng.sharding.rules import Column, Heads, Policy
 
 
 class GPTBigCodePolicy(Policy):
@@ -7,6 +8,7 @@ class GPTBigCodePolicy(Policy):
 
     block = "GPTBigCodeBlock"
     plan = {
+        **ATTENTION,
         "attn": Heads(
             "num_heads",
             "kv_heads",
@@ -15,7 +17,5 @@ class GPTBigCodePolicy(Policy):
             scaled_key=("kv_dim",),
         ),
         "attn.c_attn": Column(interleaved=("query", "key", "key")),
-        "attn.c_proj": Row(),
-        "mlp.c_fc": Column(),
-        "mlp.c_proj": Row(),
+        **MLP,
     }

@@ -1,5 +1,6 @@
 from parallelformers_ng.policies.bart import ATTENTION
-from parallelformers_ng.sharding.rules import Column, Policy, Row, moved
+from parallelformers_ng.policies.gpt2 import MLP
+from parallelformers_ng.sharding.rules import Policy, moved
 
 
 class GPTNeoPolicy(Policy):
@@ -7,8 +8,4 @@ class GPTNeoPolicy(Policy):
     share."""
 
     block = "GPTNeoBlock"
-    plan = {
-        **moved(ATTENTION, "self_attn", "attn.attention"),
-        "mlp.c_fc": Column(),
-        "mlp.c_proj": Row(),
-    }
+    plan = {**moved(ATTENTION, "self_attn", "attn.attention"), **MLP}

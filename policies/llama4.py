@@ -14,12 +14,7 @@ class Llama4VisionPolicy(Policy):
     """The layer of the vision tower, with equal numbers of query heads and key/value heads."""
 
     block = ("Llama4VisionEncoderLayer", "MllamaVisionEncoderLayer")
-    plan = {
-        **ATTENTION,
-        "self_attn": Heads("num_heads"),
-        "mlp.fc1": Column(),
-        "mlp.fc2": Row(),
-    }
+    plan = {**ATTENTION, "self_attn": Heads("num_heads"), "mlp.fc1": Column(), "mlp.fc2": Row()}
 
 
 class Llama4AdapterPolicy(Policy):

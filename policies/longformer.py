@@ -1,16 +1,17 @@
 from parallelformers_ng.policies.bert import ATTENTION, MLP, BertPolicy
 from parallelformers_ng.sharding.rules import Column, Heads
 
+WINDOW_ATTENTION = {
+    **ATTENTION,
+    "attention.self": Heads("num_heads", weights_dim=2, more_weights=((2, 1),), input_width=True),
+    "attention.self.query_global": Column(),
+    "attention.self.key_global": Column(),
+    "attention.self.value_global": Column(),
+}
+
 
 class LongformerPolicy(BertPolicy):
     """BERT's block with attention to a window. Tokens that attend to the whole sequence have separate projections."""
 
     block = "LongformerLayer"
-    plan = {
-        **ATTENTION,
-        **MLP,
-        "attention.self": Heads("num_heads", weights_dim=2, more_weights=((2, 1),), input_width=True),
-        "attention.self.query_global": Column(),
-        "attention.self.key_global": Column(),
-        "attention.self.value_global": Column(),
-    }
+    plan = {**WINDOW_ATTENTION, **MLP}

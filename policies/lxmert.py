@@ -1,3 +1,4 @@
+from parallelformers_ng.policies.bert import ATTENTION, MLP
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 
@@ -5,13 +6,7 @@ class LxmertSelfAttentionPolicy(Policy):
     """Attention among words, or among regions of an image."""
 
     block = "LxmertSelfAttentionLayer"
-    plan = {
-        "self": Heads("num_attention_heads", scaled=("head_size",)),
-        "self.query": Column(),
-        "self.key": Column(),
-        "self.value": Column(),
-        "output.dense": Row(heads="self"),
-    }
+    plan = {**moved(ATTENTION, "attention", ""), "self": Heads("num_attention_heads", scaled=("head_size",))}
 
 
 class LxmertCrossAttentionPolicy(Policy):
@@ -26,8 +21,7 @@ class LxmertFeedForwardPolicy(Policy):
 
     block = ("LxmertLayer", "LxmertXLayer")
     plan = {
-        "intermediate.dense": Column(),
-        "output.dense": Row(),
+        **MLP,
         "lang_inter.dense": Column(),
         "lang_output.dense": Row(),
         "visn_inter.dense": Column(),

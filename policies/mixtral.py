@@ -6,7 +6,4 @@ class MixtralPolicy(LlamaPolicy):
     """Llama's attention and routed experts. Every expert is cut by width; the router stays whole."""
 
     block = ("MixtralDecoderLayer", "PhimoeDecoderLayer")
-    plan = {
-        **ATTENTION,
-        "mlp.experts": Experts(),
-    }
+    plan = {**ATTENTION, "mlp.experts": Experts()}

@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.bert import ATTENTION, MLP, BertPolicy
-from parallelformers_ng.sharding.rules import Column, Gather, Policy, Row, Slice
+from parallelformers_ng.sharding.rules import Column, Gather, Policy, Slice
 
 
 class MobileBertPolicy(BertPolicy):
@@ -23,7 +23,7 @@ class MobileBertFeedForwardPolicy(Policy):
     """The feed-forwards before the last feed-forward of a block."""
 
     block = "mobilebert.FFNLayer"
-    plan = {"intermediate.dense": Column(), "output.dense": Row()}
+    plan = MLP
 
 
 class MobileBertLMHeadPolicy(Policy):

@@ -6,9 +6,4 @@ class PatchTSTPolicy(Policy):
     """An encoder layer over patches of each channel of a time series."""
 
     block = "PatchTSTEncoderLayer"
-    plan = {
-        **ATTENTION,
-        "self_attn": Heads("num_heads"),
-        "ff.0": Column(),
-        "ff.3": Row(),
-    }
+    plan = {**ATTENTION, "self_attn": Heads("num_heads"), "ff.0": Column(), "ff.3": Row()}

@@ -7,9 +7,4 @@ class PhiPolicy(Policy):
     the norm of k."""
 
     block = "PhiDecoderLayer"
-    plan = {
-        **HEADS,
-        "self_attn.dense": Row(),
-        "mlp.fc1": Column(),
-        "mlp.fc2": Row(),
-    }
+    plan = {**HEADS, "self_attn.dense": Row(), "mlp.fc1": Column(), "mlp.fc2": Row()}

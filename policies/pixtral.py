@@ -7,10 +7,7 @@ class PixtralPolicy(Policy):
     """The layer of Mistral's vision tower, with DINOv3's attention and Llama's MLP."""
 
     block = "PixtralAttentionLayer"
-    plan = {
-        **ATTENTION,
-        **moved(MLP, "mlp", "feed_forward"),
-    }
+    plan = {**ATTENTION, **moved(MLP, "mlp", "feed_forward")}
 
 
 class Mistral3ProjectorPolicy(Policy):

@@ -6,9 +6,5 @@ class Qwen2MoePolicy(LlamaPolicy):
     """Llama's attention with routed experts and a shared expert, or with a plain MLP in some configurations."""
 
     block = "Qwen2MoeDecoderLayer"
-    plan = {
-        **LlamaPolicy.plan,
-        "mlp.experts": Experts(),
-        **moved(MLP, "mlp", "mlp.shared_expert"),
-    }
+    plan = {**LlamaPolicy.plan, "mlp.experts": Experts(), **moved(MLP, "mlp", "mlp.shared_expert")}
     optional = ("mlp",)

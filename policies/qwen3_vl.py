@@ -8,11 +8,7 @@ class Qwen3VLVisionPolicy(Policy):
     block = (
         "Qwen3VLVisionBlock", "Qwen3VLMoeVisionBlock", "Qwen3_5VisionBlock", "Qwen3_5MoeVisionBlock",
     )  # fmt: skip
-    plan = {
-        **VISION_ATTENTION,
-        "mlp.linear_fc1": Column(),
-        "mlp.linear_fc2": Row(),
-    }
+    plan = {**VISION_ATTENTION, "mlp.linear_fc1": Column(), "mlp.linear_fc2": Row()}
 
 
 class Qwen3VLMergerPolicy(Policy):

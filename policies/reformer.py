@@ -1,5 +1,6 @@
+from parallelformers_ng.policies.bert import ATTENTION
 from parallelformers_ng.sharding.attention import ReformerAttentionParallel
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 
 class ReformerPolicy(Policy):
@@ -8,14 +9,11 @@ class ReformerPolicy(Policy):
 
     block = "ReformerLayer"
     plan = {
+        **moved(ATTENTION, "attention.self", "attention.self_attention"),
         "attention.self_attention": Heads(
             "num_attention_heads", scaled=("all_head_size",), layer=ReformerAttentionParallel
         ),
         "attention.self_attention.query_key": Column(),
-        "attention.self_attention.query": Column(),
-        "attention.self_attention.key": Column(),
-        "attention.self_attention.value": Column(),
-        "attention.output.dense": Row(heads="attention.self_attention"),
         "feed_forward.dense.dense": Column(),
         "feed_forward.output.dense": Row(),
     }

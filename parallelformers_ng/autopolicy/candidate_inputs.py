@@ -22,10 +22,6 @@ def candidate_inputs(model: nn.Module, seed: int = 1) -> Iterator[dict[str, Any]
 
     The caller tries the arguments in this order until a forward pass succeeds. Tensors are on CPU. Ids are int64, and
     floating-point values have the data type of the model's first floating-point parameter. The batch size is 1 or 2.
-
-    Args:
-        model: a transformers model or a part of one.
-        seed: seed of the random values.
     """
     maker = SampleInputs(model, seed)
     yield from _media_in_text(maker)
@@ -44,7 +40,6 @@ def candidate_inputs(model: nn.Module, seed: int = 1) -> Iterator[dict[str, Any]
 
 
 def _media_in_text(maker: SampleInputs) -> Iterator[dict[str, Any]]:
-    """Yield texts with placeholders for an image, a sound, or both, one placeholder for each media token."""
     if "input_ids" not in maker.names:
         return
     images = next(_images(maker), None)
@@ -56,8 +51,8 @@ def _media_in_text(maker: SampleInputs) -> Iterator[dict[str, Any]]:
             yield _text(maker, media)
 
 
+# An image or a sound: id of its placeholder token, number of placeholders, and the model's arguments for it.
 Media = tuple[int, int, dict[str, Any]]
-"""An image or a sound: id of its placeholder token, number of placeholders, and the model's arguments for it."""
 
 
 def _text(maker: SampleInputs, *media: Media) -> dict[str, Any]:

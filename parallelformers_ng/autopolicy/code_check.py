@@ -20,27 +20,18 @@ from parallelformers_ng.sharding.policy import Selection
 from parallelformers_ng.sharding.stored import StoredInParts
 from parallelformers_ng.sharding.units import and_above, sees_part
 
+# Attribute of configurations with the name of the attention function.
 ATTENTION_SETTING = "_attn_implementation_internal"
-"""Attribute of configurations with the name of the attention function."""
 
 
 class CodeCheck:
-    """A check of a plan against code that has changed since the plan was made.
-
-    Args:
-        model: the model, before it is parallelized.
-        plan: plan of the model.
-        selection: policies of the plan; None for a plan with stages, for which every change of code is refused.
-
-    Attributes:
-        edits: code that the program changed after the class built the model.
-    """
+    """A check of a plan against code that has changed since the plan was made."""
 
     def __init__(self, model: PreTrainedModel, plan: ShardPlan, selection: Selection | None) -> None:
         self._model_class = type(model)
         self._config = model.config
         self._attention = getattr(model.config, "_attn_implementation", None)
-        self.edits = LiveEdits(model)
+        self.edits = LiveEdits(model)  # code that the program changed after the class built the model
         self._plan = plan
         self._selection = selection
         self._inside: set[type[nn.Module]] = set()
@@ -56,11 +47,6 @@ class CodeCheck:
         self._cut = {type(module) for module in cut if module._parameters}
 
     def objection(self, moved: Collection[str]) -> str:
-        """Return the reason why the plan does not fit the current code; "" if the plan fits.
-
-        Args:
-            moved: places in the code whose values have changed, such as globals and attributes of classes.
-        """
         if self._plan.world_size == 1:
             return ""
         for cls in self._outside - self._inside:
@@ -75,13 +61,7 @@ class CodeCheck:
     def objection_to_settings(
         self, attributes: Mapping[tuple[str, str], Any], configs: Mapping[str, Any], attention: str | None
     ) -> str:
-        """Return the reason why the plan does not fit settings that sharded foreign code reads; "" if the plan fits.
-
-        Args:
-            attributes: attributes that the program set: (path of a module, name) → value.
-            configs: dotted name of an attribute of a configuration → new value.
-            attention: name of the model's attention function.
-        """
+        """Return the reason why the plan does not fit settings that sharded foreign code reads; "" if the plan fits."""
         self._attention = attention
         for (path, name), value in attributes.items():
             self.edits.set(path, name, value)
@@ -94,7 +74,6 @@ class CodeCheck:
         return self._not_proven() if names & (read | {ATTENTION_SETTING}) else ""
 
     def _not_proven(self) -> str:
-        """Return the reason why a twin with the current code does not prove the plan; "" if the twin does."""
         if self._selection is None:
             return "the model is divided into stages"
         try:

@@ -8,27 +8,21 @@ from typing import Any
 
 from torch import nn
 
-LONG = 256
-"""Number of rows to which longer embedding tables are shortened, approximately."""
-_BEFORE = 2
-"""Most extra rows of a table, for example for padding, that the configuration does not count."""
+LONG = 256  # number of rows to which longer embedding tables are shortened, approximately
+_BEFORE = 2  # most extra rows of a table, for example for padding, that the configuration does not count
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The sizes of a model, which tell the meaning of the numbers in its configuration.
+    """The sizes of a model, which tell the meaning of the numbers in its configuration."""
 
-    Attributes:
-        lengths: lengths of the module lists; a setting that counts layers equals a length. Without a model: 0 to 999.
-        sizes: all dimensions of the parameters. A setting whose list has only such sizes lists no layers.
-        tables: settings' values that count the rows of a long table, for example of positions.
-        windows: whether parameter shapes depend on the window settings, which then count no tokens.
-    """
-
+    # lengths of the module lists; a setting that counts layers equals a length. Without a model: 0 to 999.
     lengths: Container[int] = range(1000)
+    # all dimensions of the parameters. A setting whose list has only such sizes lists no layers.
     sizes: frozenset[int] = frozenset()
+    # settings' values that count the rows of a long table, for example of positions
     tables: frozenset[int] = frozenset()
-    windows: bool = False
+    windows: bool = False  # whether parameter shapes depend on the window settings, which then count no tokens
 
     def numbers_layers(self, numbers: Sequence[Any], count: int) -> bool:
         """Return whether a list in a configuration consists of layer numbers, from 0 to `count`.
@@ -51,6 +45,5 @@ def shapes_of(model: nn.Module) -> Shapes:
 
 
 def long_tables(model: nn.Module) -> frozenset[int]:
-    """Return the value of `Shapes.tables`, from a copy with small widths and vocabularies."""
     rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     return frozenset(count - before for count in rows for before in range(_BEFORE + 1) if count - before > LONG)

@@ -18,11 +18,6 @@ def propose(model: nn.Module, layers: Sequence[Layer], live: set[str]) -> list[P
 
     A layer outside of attention, multilayer perceptrons and experts gets a proposal only if the layer has at least
     1/200 of the weights of `layers`.
-
-    Args:
-        model: the model, or a twin of the model.
-        layers: layers that may be sharded, from `called_layers`.
-        live: names of the parameters that influence the outputs.
     """
     modules = dict(model.named_modules())
     by_name = {layer.name: layer for layer in layers}

@@ -6,8 +6,8 @@ import re
 
 from torch import nn
 
+# Kind of a repeated module, independent of sizes: its class name, and the names of its parameters.
 Kind = tuple[str, frozenset[str]]
-"""Kind of a repeated module, independent of sizes: its class name, and the names of its parameters."""
 
 
 def first_of_each_kind(model: nn.Module) -> dict[Kind, int]:
@@ -28,6 +28,5 @@ def first_of_each_kind(model: nn.Module) -> dict[Kind, int]:
 
 
 def absent_kinds(model: nn.Module, small: nn.Module) -> dict[Kind, int]:
-    """Return each kind of layer that `model` has and `small` lacks, with the lowest index of such a layer."""
     small_kinds = first_of_each_kind(small)
     return {kind: index for kind, index in first_of_each_kind(model).items() if kind not in small_kinds}

@@ -28,25 +28,15 @@ _NAMES = ("_parameters", "_buffers", "_modules")
 
 @dataclass(frozen=True)
 class _Edit:
-    """A module with foreign code, recorded before the model is parallelized, because that changes the module's class.
+    """A module with foreign code, recorded before parallelizing, which changes the module's class."""
 
-    Attributes:
-        cls: class of the module.
-        attributes: name of an attribute → value, except parameters, buffers and children.
-        names: names of the module's parameters, of its buffers and of its children.
-        functions: name of an attribute → function of the program in that attribute.
-        bound: names of the functions that are bound to this module.
-        itself: copy of the module if it has no tensors; otherwise None.
-        settings: name of an attribute → number or string that the program set.
-    """
-
-    cls: type[nn.Module]
-    attributes: dict[str, Any]
-    names: list[list[str]]
-    functions: dict[str, Any]
-    bound: set[str]
-    itself: nn.Module | None
-    settings: dict[str, Any]
+    cls: type[nn.Module]  # class of the module
+    attributes: dict[str, Any]  # name of an attribute → value, except parameters, buffers and children
+    names: list[list[str]]  # names of the module's parameters, of its buffers and of its children
+    functions: dict[str, Any]  # name of an attribute → function of the program in that attribute
+    bound: set[str]  # names of the functions that are bound to this module
+    itself: nn.Module | None  # copy of the module if it has no tensors; otherwise None
+    settings: dict[str, Any]  # name of an attribute → number or string that the program set
 
     @classmethod
     def of(cls, module: nn.Module, settings: dict[str, Any]) -> _Edit:
@@ -69,7 +59,6 @@ class _Edit:
 
 
 def _copied(module: nn.Module) -> nn.Module | None:
-    """Return a copy of a module without tensors; None if an attribute cannot be copied."""
     try:
         return copy.deepcopy(module)
     except Exception:  # copying an attribute of the program may raise any exception
@@ -81,9 +70,6 @@ class LiveEdits:
 
     A model class with foreign code also builds the small copy, so the copy has the same code. Functions that the
     program assigned to modules, and modules that the program replaced, must be applied to a small copy.
-
-    Args:
-        model: the model, on any device.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -126,7 +112,6 @@ class LiveEdits:
         return words_of_program((*(value for cls in classes for value in vars(cls).values()), *self.functions))
 
     def functions_by_path(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield path of a module, name and value of the functions that the program assigned to modules."""
         for path, edit in self._edits.items():
             for name, value in edit.functions.items():
                 yield path, name, value.__func__ if name in edit.bound else value

@@ -14,18 +14,12 @@ class OwnDraws(TorchDispatchMode):
 
     torch's default generator belongs to all threads: a proof that seeded it would change what other threads draw
     meanwhile. The numbers are the same as after `torch.manual_seed(seed)`.
-
-    Args:
-        seed: seed of the generator.
-
-    Attributes:
-        has_drawn: whether an operator has drawn numbers.
     """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._generator = torch.Generator().manual_seed(seed)
-        self.has_drawn = False
+        self.has_drawn = False  # whether an operator has drawn numbers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -38,7 +32,6 @@ class OwnDraws(TorchDispatchMode):
 
 @functools.cache
 def _with_generator(operator: Any) -> Any:
-    """Return the overload of a random operator that takes a generator; None if there is none."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return None
     types = _types(operator)
@@ -49,5 +42,4 @@ def _with_generator(operator: Any) -> Any:
 
 
 def _types(operator: Any) -> dict[str, str]:
-    """Return name → type of an operator's arguments."""
     return {argument.name: str(argument.type) for argument in operator._schema.arguments}

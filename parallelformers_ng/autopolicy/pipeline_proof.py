@@ -18,10 +18,10 @@ from parallelformers_ng.sharding.pipeline import in_stages
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Selection
 
+# Selection without policies, for stages of one rank, which hold whole layers.
 UNCUT = Selection((), "pipeline", vocabulary=False, leftovers=False)
-"""Selection without policies, for stages of one rank, which hold whole layers."""
+# Layers of a twin. Two layers in each of two stages test the step within a stage and the step between stages.
 _LAYERS = 4
-"""Layers of a twin. Two layers in each of two stages test the step within a stage and the step between stages."""
 _PROVEN: dict[tuple[Any, ...], bool | str] = {}
 
 
@@ -29,9 +29,6 @@ def may_merge(model: PreTrainedModel) -> bool:
     """Return whether a stage need send only the result of its last block to the other ranks, not of every block.
 
     The proof divides a twin into two stages. The process keeps the result for models with an equal `identity`.
-
-    Raises:
-        UnsupportedModelError: the twin's outputs change in both cases, or no twin could be made.
     """
     key = identity(model)
     if key not in _PROVEN:

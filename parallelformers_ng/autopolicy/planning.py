@@ -20,24 +20,13 @@ from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import CustomPolicies
 from parallelformers_ng.sharding.wording import human_bytes
 
+# Strategy "auto" chooses a pipeline only if its fullest rank holds less than this share of tensor parallelism's. In a
+# pipeline, only one rank computes at a time.
 _MUCH_LESS = 0.8
-"""Strategy "auto" chooses a pipeline only if its fullest rank holds less than this share of tensor parallelism's.
-
-In a pipeline, only one rank computes at a time."""
 
 
 def check_fit(fit: FitOptions, world_size: int, **others: Any) -> None:
-    """Raise an error if two arguments of `parallelize` exclude each other.
-
-    Args:
-        fit: strategy and memory limits.
-        world_size: number of ranks.
-        others: further arguments of `parallelize` by name; None for an argument with its default value.
-
-    Raises:
-        ParallelError: two arguments exclude each other, or `fit` does not fit `world_size`. The message names the
-            arguments.
-    """
+    """Raise an error if two arguments of `parallelize` exclude each other."""
     fit.parts(world_size)
     if fit.has_stages:
         for name, value in others.items():
@@ -54,24 +43,6 @@ def make_plan(
     quantize: QuantizeOptions | None = None,
     ahead: int = 0,
 ) -> ShardPlan:
-    """Return the plan of a model for `world_size` ranks.
-
-    Args:
-        model: the model, on any device, also with adapters.
-        world_size: number of ranks.
-        custom: custom policies of the caller.
-        dtype: data type to cast floating-point parameters to; None for no cast.
-        fit: strategy, ranks of a stage, and ratio of the ranks or stages.
-        quantize: weights to quantize, and the scheme; None for no quantization.
-        ahead: see `build_plan`; not for stages.
-
-    Raises:
-        ParallelError: `fit` does not fit `world_size`, or `quantize` does not fit the model.
-        UnsupportedModelError: no policy fits, the model cannot be divided into stages, or an adapter cannot be cut.
-            Another cause: a weight that is stored quantized would become high precision.
-        PolicyError: a policy is wrong, or does not fit the model.
-        PlacementError: the model has fewer parts than there are stages.
-    """
     parts = fit.parts(world_size)
     plain: Any = without_adapters(model)
 
@@ -100,14 +71,6 @@ def better(cut: Callable[[], ShardPlan], staged: Callable[[], ShardPlan]) -> Sha
     The choice is a pipeline if the layers cannot be sharded, or if two conditions hold. Tensor parallelism replicates
     more than 10 % of the bytes. The fullest rank of the pipeline holds less than 80 % of the bytes of the fullest rank
     of tensor parallelism. Other exceptions of `cut` and `staged` are passed on, for example PolicyError.
-
-    Args:
-        cut: function that makes the plan for tensor parallelism.
-        staged: function that makes the plan for a pipeline.
-
-    Raises:
-        UnsupportedModelError: neither plan can be made.
-        PlacementError: the layers cannot be sharded, and the model has fewer parts than there are stages.
     """
     try:
         tensor = cut()

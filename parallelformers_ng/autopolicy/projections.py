@@ -33,31 +33,22 @@ _HEAD_COUNTS = (
 _ALSO_COUNTS = re.compile(r"^(?!.*(key|kv|dim)).*head")
 _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_k_heads", "kv_heads", "kv_n_heads")
 _GROUPS = ("num_key_value_groups", "n_rep", "num_groups", "kv_groups", "num_kv_groups")
+# Places in the module's output tuple, after a position bias, that may also hold attention weights of all heads.
 _MORE_WEIGHTS = ((2, 1), (3, 1))
-"""Places in the module's output tuple, after a position bias, that may also hold attention weights of all heads."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention module and its projections.
+    """An attention module and its projections."""
 
-    Attributes:
-        name: dotted path of the module in the model.
-        module: the module.
-        queries: query projections; with latent attention, also the projections from the latent keys and values.
-        keys: key and value projections; empty for latent attention.
-        fused: layer that packs query, key and value projections; None if the layers are separate.
-        out: output projection, beneath or beside the module.
-        others: all other child layers of the module.
-    """
-
-    name: str
-    module: nn.Module
+    name: str  # dotted path of the module in the model
+    module: nn.Module  # the module
+    # query projections; with latent attention, also the projections from the latent keys and values
     queries: tuple[Layer, ...]
-    keys: tuple[Layer, ...]
-    fused: Layer | None
-    out: Layer
-    others: tuple[Layer, ...]
+    keys: tuple[Layer, ...]  # key and value projections; empty for latent attention
+    fused: Layer | None  # layer that packs query, key and value projections; None if the layers are separate
+    out: Layer  # output projection, beneath or beside the module
+    others: tuple[Layer, ...]  # all other child layers of the module
 
     @property
     def names(self) -> set[str]:
@@ -67,13 +58,7 @@ class Attention:
 
     @classmethod
     def find(cls, name: str, module: nn.Module, by_name: dict[str, Layer]) -> Attention | None:
-        """Return the attention of a module, recognized by the names of its layers; None if the module is no attention.
-
-        Args:
-            name: dotted path of the module in the model.
-            module: the module.
-            by_name: layers that may be sharded, by dotted path.
-        """
+        """Recognize an attention by the names of its layers; None if the module is no attention."""
         own = {key: by_name[full] for key, _ in module.named_children() if (full := dotted(name, key)) in by_name}
         query = [layer for key, layer in own.items() if _QUERY.match(key)]
         keys = [layer for key, layer in own.items() if _KEY.match(key) or _VALUE.match(key)]
@@ -94,13 +79,7 @@ class Attention:
         return cls(name, module, tuple(query), tuple(keys), fused, out, others)
 
     def proposal(self, place: Place, where: dict[str, Place], live: set[str]) -> Proposal:
-        """Return the proposal for the attention, with at most 8 variants; without variants if no head count is known.
-
-        Args:
-            place: place of the module.
-            where: dotted path → place, from `places`.
-            live: names of the parameters that influence the outputs.
-        """
+        """Propose at most 8 variants of rules; no variants if no head count is known."""
         plain = tuple(where[layer].path for layer in sorted(self.names))
         width = self.out.inputs
         counts = _counts(self.module, _HEAD_COUNTS, width)
@@ -146,7 +125,6 @@ class Attention:
         return list(dict.fromkeys(options))
 
     def _equal(self, width: int, taken: set[str]) -> tuple[str, ...]:
-        """Return the names of the module's attributes whose value is `width`, except names in `taken`."""
         attributes = vars(self.module).items()
         return tuple(name for name, value in attributes if type(value) is int and value == width and name not in taken)
 

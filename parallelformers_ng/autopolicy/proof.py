@@ -26,46 +26,25 @@ from parallelformers_ng.sharding.rules import Policy
 
 @dataclass
 class Proof:
-    """The result of a search for policies and of their proof.
+    """The result of a search for policies and of their proof."""
 
-    Attributes:
-        selection: policies to use, including written policies.
-        tried: failed attempts with reasons, as text.
-        unproven: text about parts that stay whole: no inputs of the twin reach them, or no twin could be made.
-        chosen: inferred rules, which a search for another number of ranks tries first.
-    """
-
-    selection: Selection
-    tried: list[str] = field(default_factory=list)
-    unproven: str = ""
-    chosen: Sequence[Choice] = ()
+    selection: Selection  # policies to use, including written policies
+    tried: list[str] = field(default_factory=list)  # failed attempts with reasons, as text
+    unproven: str = ""  # text about parts that stay whole: no inputs of the twin reach them, or no twin could be made
+    chosen: Sequence[Choice] = ()  # inferred rules, which a search for another number of ranks tries first
 
 
+# Number of ranks of the first search, because trials on few ranks are fast. Later searches try its rules first.
 _FIRST = 2
-"""Number of ranks of the first search, because trials on few ranks are fast. Later searches try its rules first."""
 _CACHE: dict[tuple[Any, ...], Proof | UnsupportedModelError] = {}
 _CUSTOM: dict[tuple[Any, ...], str] = {}
 _LIVE: dict[tuple[Any, ...], bool] = {}
+# Only the latest twin, because proofs of one model for several world sizes follow one another.
 _TWINS: dict[tuple[Any, ...], Twin] = {}
-"""Only the latest twin, because proofs of one model for several world sizes follow one another."""
 
 
 def prove(model: PreTrainedModel, base: Selection, world_size: int, parts: tuple[float, ...] = ()) -> Proof:
-    """Find and prove policies for the blocks that the policies of `base` do not cover.
-
-    Args:
-        model: the model, on any device; only its class, configuration and code are read.
-        base: written and custom policies of the model, possibly none.
-        world_size: number of ranks, at least 1.
-        parts: fraction of the model for each rank, as for `build_plan`.
-
-    Returns:
-        The proof. The process keeps the proof for later calls with the same arguments and an equal `identity`.
-
-    Raises:
-        UnsupportedModelError: no twin could be made and `base` has no policies, or every proposal failed. Other causes:
-            the policies of `base` change the twin's outputs, or the sharded twin generates other tokens.
-    """
+    """Find and prove policies for the blocks that the policies of `base` do not cover."""
     key = (*identity(model), world_size, parts, base.policies)
     if key not in _CACHE:
         _CACHE[key] = _search(model, base, world_size, parts)
@@ -78,15 +57,7 @@ def prove(model: PreTrainedModel, base: Selection, world_size: int, parts: tuple
 def prove_live_code(
     model: PreTrainedModel, selection: Selection, world_size: int, parts: Sequence[float] = ()
 ) -> Selection:
-    """Check on a twin whether policies may shard modules with foreign code: sharded and whole outputs must match.
-
-    Returns:
-        The selection with `proven` set if the outputs match, and the plan then shards more modules. Otherwise
-        `selection`, which leaves modules with foreign code whole.
-
-    Raises:
-        PolicyError: a policy does not fit the model.
-    """
+    """Check on a twin whether policies may shard modules with foreign code: sharded and whole outputs must match."""
     proven = replace(selection, proven=True)
     any_precision = QuantizeOptions(dequantize=True)  # the caller's plan refuses weights that may not change precision
     uncut = build_plan(model, world_size, selection, parts=parts, quantize=any_precision).uncut
@@ -102,14 +73,7 @@ def prove_live_code(
 
 
 def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:
-    """Check written policies on a twin.
-
-    Returns:
-        "" if the sharded and the whole outputs match; otherwise the difference, as text.
-
-    Raises:
-        UnsupportedModelError: no twin could be made.
-    """
+    """Check written policies on a twin."""
     trials = Trials(twin_of(model), selection, world_size)
     return "" if trials.match([], selection.vocabulary, selection.leftovers) else trials.failure
 
@@ -117,11 +81,7 @@ def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:
 def prove_custom(
     model: PreTrainedModel, policies: tuple[type[Policy], ...], world_size: int, parts: Sequence[float] = ()
 ) -> None:
-    """Check custom policies on a twin.
-
-    Raises:
-        PolicyError: the twin's outputs change, or no twin can prove the policies. The message names the next step.
-    """
+    """Check custom policies on a twin."""
     key = (*identity(model), world_size, tuple(parts), policies, str([policy.plan for policy in policies]))
     if key not in _CUSTOM:
         _CUSTOM[key] = _objection(model, policies, world_size, parts)
@@ -133,7 +93,6 @@ def prove_custom(
 def _objection(
     model: PreTrainedModel, policies: tuple[type[Policy], ...], world_size: int, parts: Sequence[float]
 ) -> str:
-    """Return the reason why custom policies are refused, as text; "" if a twin proves the policies."""
     try:
         twin = twin_of(model)
     except UnsupportedModelError as error:
@@ -185,11 +144,6 @@ def _search(
 
 
 def twin_of(model: PreTrainedModel) -> Twin:
-    """Return a tiny random copy of a model.
-
-    Raises:
-        UnsupportedModelError: no tiny copy could be made.
-    """
     key = identity(model)
     if key not in _TWINS:
         _TWINS.clear()
@@ -199,7 +153,6 @@ def twin_of(model: PreTrainedModel) -> Twin:
 
 
 def identity(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Return a key for everything that a twin depends on. Models with equal keys share a twin."""
     shape = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
     return type(model), shape, attention_of(model), transformers.__version__, LiveEdits(model).key
 

@@ -13,19 +13,12 @@ Kind = Literal["attention", "mlp", "experts", "gathered"]
 
 @dataclass(frozen=True)
 class Proposal:
-    """Rules for one part of a block, which a trial applies together.
+    """Rules for one part of a block, which a trial applies together."""
 
-    Attributes:
-        block: class name of the block; all paths are relative to the block.
-        kind: kind of the layers.
-        variants: alternative rules, each by path, the most likely first.
-        gathered: paths of layers to try one by one as column-parallel layers with gathered outputs, if every variant
-            fails.
-    """
-
-    block: str
-    kind: Kind
-    variants: tuple[dict[str, Rule], ...]
+    block: str  # class name of the block; all paths are relative to the block
+    kind: Kind  # kind of the layers
+    variants: tuple[dict[str, Rule], ...]  # alternative rules, each by path, the most likely first
+    # paths of layers to try one by one as column-parallel layers with gathered outputs, if every variant fails
     gathered: tuple[str, ...] = ()
 
     @property
@@ -34,7 +27,6 @@ class Proposal:
         return {path for rules in self.variants for path in rules} | set(self.gathered)
 
     def one_by_one(self) -> list[Proposal]:
-        """Return a proposal of one column-parallel layer with gathered outputs for each path in `gathered`."""
         gather = Column("column", gather=True)
         return [Proposal(self.block, "gathered", ({path: gather},)) for path in self.gathered]
 
@@ -43,10 +35,6 @@ def policies_of(parts: Iterable[tuple[str, dict[str, Rule]]]) -> tuple[type[Poli
     """Return one policy for each block class, in the order of their first pairs.
 
     A policy is named `Inferred{block}Policy`. All its rules are optional, because another model may lack a path.
-
-    Args:
-        parts: pairs of a block's class name and rules by path. Pairs with the same class name are merged; for a path
-            with several rules, the last rule counts.
     """
     plans: dict[str, dict[str, Rule]] = {}
     for block, rules in parts:

@@ -16,11 +16,11 @@ from parallelformers_ng.options import QuantizeOptions
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.policy import Selection
 
+# Number of inputs that share a scale, for schemes with groups. A twin's layers are too narrow for usual groups.
 _GROUP = 2
-"""Number of inputs that share a scale, for schemes with groups. A twin's layers are too narrow for usual groups."""
 
+# Data type of the trial, and largest relative difference. A twin is in float64, which cannot be quantized.
 _DTYPE, _TOLERANCE = torch.float32, 1e-4
-"""Data type of the trial, and largest relative difference. A twin is in float64, which cannot be quantized."""
 
 
 def check_quantized(model: PreTrainedModel, selection: Selection, world_size: int, options: QuantizeOptions) -> str:
@@ -28,20 +28,6 @@ def check_quantized(model: PreTrainedModel, selection: Selection, world_size: in
 
     A scheme with groups is tested with groups of 2 inputs, because a twin's layers are narrow. Exceptions of
     modelling code, on the whole or the sharded twin, are passed on.
-
-    Args:
-        model: the model, on any device; only its class, configuration and code are read.
-        selection: policies of the model.
-        world_size: number of ranks.
-        options: weights to quantize, with a scheme.
-
-    Returns:
-        "" if the outputs match; otherwise the difference, or the reason why no weight is quantized, as text.
-
-    Raises:
-        UnsupportedModelError: no twin could be made.
-        PolicyError: a policy does not fit the twin.
-        ParallelError: `options.skip` names no layer of the twin.
     """
     twin = twin_of(model)
     options = replace(options, group=_GROUP if options.block else None)

@@ -17,38 +17,22 @@ from parallelformers_ng.sharding.rules import Column, Experts, Rule
 from parallelformers_ng.sharding.structure import called_layers, places
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
 
+# A layer with less than one in 5000 of the parameters stays whole, because a gather would cost more than it saves.
 _SMALL = 5000
-"""A layer with less than one in 5000 of the parameters stays whole, because a gather would cost more than it saves."""
 
 
 class RuleSearch:
-    """A search for rules for one number of ranks.
-
-    Args:
-        trials: trials on the twin, which also give the base policies.
-        chosen: rules that passed for another number of ranks, tried first.
-        vocabulary: whether the vocabulary was sharded for that number of ranks.
-
-    Attributes:
-        tried: failed attempts with reasons, as text.
-        chosen: rules that passed, after `result`.
-    """
+    """A search for rules for one number of ranks."""
 
     def __init__(self, trials: Trials, chosen: Sequence[Choice] = (), vocabulary: bool = True) -> None:
         self.trials = trials
         self.model = trials.twin.model
-        self.tried: list[str] = []
-        self.chosen = list(chosen)
+        self.tried: list[str] = []  # failed attempts with reasons, as text
+        self.chosen = list(chosen)  # rules that passed, after `result`
         self._vocabulary = vocabulary
 
     def result(self) -> Selection:
-        """Run the search, and return the inferred policies together with the base policies.
-
-        Raises:
-            UnsupportedModelError: every proposal failed and there are no base policies, or see `vocabulary_holds` and
-                `check_tokens`.
-            PolicyError: a rule of `chosen` does not fit the twin.
-        """
+        """Run the search, and return the inferred policies together with the base policies."""
         covered = written_places(self.model, self.trials.base.policies)
         single = set(self.trials.twin.single_layers)
         live = {name for name in self.trials.twin.gradients if name.rpartition(".")[0] not in single}
@@ -90,10 +74,6 @@ class RuleSearch:
 
         Experts are sharded along their width; other layers become column-parallel with gathered outputs. A layer with
         less than 1/5000 of the model's parameters gets no rule.
-
-        Args:
-            proposals: proposals whose layers get no further rule.
-            covered: paths of modules that get no rule.
         """
         where = places(self.model)
         taken = {(proposal.block, path) for proposal in proposals for path in proposal.paths}
@@ -113,11 +93,6 @@ class RuleSearch:
     # -- search --------------------------------------------------------------------------------------------------
 
     def vocabulary_holds(self) -> bool:
-        """Return whether the base policies pass on the twin with a sharded vocabulary.
-
-        Raises:
-            UnsupportedModelError: the base policies fail also with a whole vocabulary.
-        """
         if self.trials.match([], True):
             return True
         self.note("the vocabulary")
@@ -129,12 +104,7 @@ class RuleSearch:
         return False
 
     def choose(self, proposals: Sequence[Proposal], vocabulary: bool) -> list[Choice]:
-        """Return the proposals that pass both alone and together, each with a variant; note failures in `tried`.
-
-        Args:
-            proposals: proposals to try.
-            vocabulary: whether the vocabulary is sharded in the trials.
-        """
+        """Return the proposals that pass both alone and together, each with a variant; note failures in `tried`."""
         chosen: list[Choice] = []
         singles: list[Choice] = []
         for proposal in proposals:
@@ -156,13 +126,6 @@ class RuleSearch:
         return []
 
     def bisect(self, parts: list[Choice], vocabulary: bool, beside: Sequence[Choice] = ()) -> list[Choice]:
-        """Return the choices in `parts` that pass together with the choices `beside`, found by bisection.
-
-        Args:
-            parts: choices to try.
-            vocabulary: whether the vocabulary is sharded in the trials.
-            beside: choices that pass, part of every trial and not of the result.
-        """
         if not parts or self.trials.match([*beside, *parts], vocabulary):
             return parts
         if len(parts) == 1:
@@ -180,13 +143,6 @@ class RuleSearch:
         """Generate more tokens than any sliding window holds, and compare the tokens of the sharded and the whole twin.
 
         If the tokens differ, replace the rules of attention in `chosen` by column-parallel rules with gathered outputs.
-
-        Args:
-            chosen: rules of the trials, changed in place.
-            vocabulary: whether the vocabulary is sharded in the trials.
-
-        Raises:
-            UnsupportedModelError: the tokens differ also with the replaced rules.
         """
         inputs = self.trials.prompt()
         if inputs is None or self.trials.same_tokens(chosen, vocabulary, *inputs):
@@ -211,7 +167,6 @@ def _first_variants(proposals: Sequence[Proposal]) -> list[Choice]:
 
 
 def _is_covered(proposal: Proposal, model: nn.Module, covered: set[str]) -> bool:
-    """Return whether a proposal's block is inside a block that has a written policy."""
     named = (name for name, module in model.named_modules() if type(module).__name__ == proposal.block)
     return any(_lies_in(name, covered - {""}) for name in named)
 

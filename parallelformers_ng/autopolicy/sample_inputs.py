@@ -31,46 +31,29 @@ _ENCODER_WIDTHS = ("encoder_hidden_size", "cross_attention_dim", *_WIDTHS)
 _BINS = (
     "num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "input_dim", "input_feat_size", "model_in_dim",
 )  # fmt: skip
-_SIDE = 4
-"""Number of patches along each side of an image that is given as patches."""
+_SIDE = 4  # number of patches along each side of an image that is given as patches
 
 
 class SampleInputs:
-    """A maker of random arguments for the forward of a model or of a part of a model.
-
-    Args:
-        model: the model or the part, for its forward, configuration and layers.
-        seed: seed of the random values.
-
-    Attributes:
-        parts: the configuration and all nested configurations, outer configurations first.
-        dtype: data type of floating-point values, that of the model's first floating-point parameter.
-        names: names of the forward's arguments.
-        required: names of the forward's arguments without a default.
-    """
+    """A maker of random arguments for the forward of a model or of a part of a model."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self.model = model
         config = getattr(model, "config", None)
+        # the configuration and all nested configurations, outer configurations first
         self.parts: list[Any] = [] if config is None else [config]
         for part in self.parts:  # the loop adds nested configurations, so outer configurations come first
             self.parts += [value for value in vars(part).values() if hasattr(value, "to_dict")]
         self.generator = torch.Generator().manual_seed(seed)
+        # data type of floating-point values, that of the model's first floating-point parameter
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         parameters = inspect.signature(model.forward).parameters
         plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        self.names = {name for name, p in parameters.items() if p.kind in plain}
+        self.names = {name for name, p in parameters.items() if p.kind in plain}  # names of the forward's arguments
+        # names of the forward's arguments without a default
         self.required = {name for name, p in parameters.items() if p.kind in plain and p.default is p.empty}
 
     def arguments(self, wanted: set[str], image: str, mask: bool, rows: int = BATCH) -> dict[str, Any]:
-        """Return values for those wanted arguments that the forward has and that are known here.
-
-        Args:
-            wanted: names of arguments. Arguments that must accompany these are added.
-            image: format of images and sounds: "plain", "flat", "patches", "video" or "wide".
-            mask: whether to add an attention mask of ones for `input_ids`.
-            rows: batch size.
-        """
         inputs: dict[str, Any] = {}
         if "pixel_values" in wanted and "spatial_shapes" in self.names:  # images of any shape as patches, with a mask
             wanted = wanted | {"pixel_attention_mask", "spatial_shapes"}
@@ -89,13 +72,7 @@ class SampleInputs:
     # -- single arguments ----------------------------------------------------------------------------------------
 
     def value(self, name: str, image: str, rows: int) -> Any:
-        """Return a value for one argument; None if the name is unknown. Ids and integer masks are int64.
-
-        Args:
-            name: name of the argument.
-            image: format of images and sounds, as in `arguments`.
-            rows: batch size.
-        """
+        """Return a value for one argument; None if the name is unknown. Ids and integer masks are int64."""
         if name == "input_ids" and "codebook_idx" in self.names:
             codes = int(self.find("n_codes_total", default=2))
             return self.ids(rows, LENGTH * codes).unflatten(-1, (LENGTH, codes))
@@ -171,15 +148,6 @@ class SampleInputs:
         return int(size), int(size)
 
     def pixels(self, image: str, rows: int) -> torch.Tensor:
-        """Return random images in `dtype`.
-
-        Args:
-            image: format. "plain": `[rows, channels, height, width]`; "wide": the same with 224 × 224 pixels.
-                "video": `[rows, frames, channels, height, width]`. "flat": `[16, values of a patch]`. "patches":
-                `[16, channels, side, side]`. A model with positions or shapes of patches as arguments gets
-                `[rows, 16, values of a patch]`.
-            rows: number of images or videos; not used by "flat" and "patches".
-        """
         channels = self.find("num_channels", "in_channels", "in_chans", default=3)
         channels = channels if isinstance(channels, int) else 3
         height, width = self.image_size()
@@ -219,20 +187,10 @@ class SampleInputs:
         return channels * temporal * self.patch_side() ** 2
 
     def patches(self) -> int:
-        """Return the number of patches of an image of `image_size`."""
         height, width = self.image_size()
         return (height // self.patch_side()) * (width // self.patch_side())
 
     def sound(self, name: str, image: str, rows: int) -> torch.Tensor:
-        """Return random sounds in `dtype`: samples, or spectra of some frames.
-
-        Args:
-            name: name of the argument. "input_values" with the formats "plain" and "flat" are 4000 samples,
-                `[rows, 4000]` and `[rows, 1, 4000]`.
-            image: format of spectra. "video" is `[rows, bins, 64]`, and most other spectra are `[rows, frames, bins]`.
-                "plain" `input_features` are `[rows, bins, frames]` for a model with a fixed number of positions.
-            rows: batch size.
-        """
         bins = self.find(*_BINS, default=80)
         if name == "input_values" and image == "plain":
             return self.randn(rows, _SAMPLES)

@@ -20,20 +20,6 @@ def select(
 
     Custom policies come first, then written policies for blocks without a custom policy. For the remaining blocks of a
     transformers model, policies are inferred and then proven on a twin.
-
-    Args:
-        model: the model, on any device.
-        custom: custom policies of the caller, or None.
-        world_size: number of ranks for proofs; None selects only custom and written policies.
-        parts: fraction of the model for each rank, as for `build_plan`.
-
-    Returns:
-        The policies, and which tensors without a rule are sharded.
-
-    Raises:
-        PolicyError: `custom` is no Policy class or list of Policy classes, has an invalid rule, or names a block that
-            the model lacks. Another cause: a rule does not fit the model.
-        UnsupportedModelError: no policy fits.
     """
     selection, misfits = known_policies(model, custom, world_size)
     if selection.policies and not misfits and (world_size is None or is_covered(model, selection.policies)):

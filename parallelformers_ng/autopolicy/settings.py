@@ -31,7 +31,6 @@ def own_settings(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def parts_of(config: Any) -> Iterator[Any]:
-    """Yield a configuration and all nested configurations."""
     yield config
     for value in vars(config).values():
         if isinstance(value, PreTrainedConfig):
@@ -39,16 +38,13 @@ def parts_of(config: Any) -> Iterator[Any]:
 
 
 def counts_heads(name: str) -> bool:
-    """Return whether an attribute counts heads of attention, not of an indexer, by its name."""
     return name.endswith(("heads", "n_head")) and not name.startswith("index")
 
 
 def is_id(name: str) -> bool:
-    """Return whether an attribute holds token ids, by the end of its name."""
     return name.endswith(("_id", "_ids", "token_index"))
 
 
 def stored_name(config: Any, name: str) -> str:
-    """Return the name under which a configuration stores the attribute with the given standard name."""
     names = getattr(type(config), "attribute_map", None) or {}
     return str(names.get(name, name))

@@ -26,21 +26,19 @@ _NOT_WIDTH = re.compile(
     r"vocab|image|patch|window|kernel|stride|chunk|position|crop|frame|mel|grid|tubelet|num_channels|codebook_size|cache"
     r"|block_size|pool|merge|depth_|base_channels|input_size|num_input|^in_chan|ngram_size"
 )
+# Settings that limit or divide the tokens that a token attends to.
 _WINDOW = re.compile(
     r"^((sliding_|attention_)?window_size|(sliding|attention)_window|(attention_|mamba_)?chunk_size|(index_)?block_size"
     r"|keep_window_size|local_attention(_window_len)?|index_topk(_blocks)?|indexer_budget)$"
 )
-"""Settings that limit or divide the tokens that a token attends to."""
+# Setting of a mixture of experts → its largest value with 8 experts.
 _BESIDE_EXPERTS = {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_topk": 2, "zero_expert_num": 4}
-"""Setting of a mixture of experts → its largest value with 8 experts."""
 _MAIN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", "emb_dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
 _HEAD_WIDTHS = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "mamba_headdim", "mamba_d_head", "d_kv")
 _TINY = 128
-_SCALED_FROM = 16
-"""Smallest width that is scaled."""
-_LONG_WINDOW = 8
-"""Longest window that stays; the proof decodes more tokens than this."""
+_SCALED_FROM = 16  # smallest width that is scaled
+_LONG_WINDOW = 8  # longest window that stays; the proof decodes more tokens than this
 _FILTERS = 4
 _SECTIONS = [16, 24, 24]
 VOCABULARY = 131
@@ -48,26 +46,17 @@ VOCABULARY = 131
 
 @dataclass(frozen=True)
 class Shrinking:
-    """Options of `shrink`.
+    """Options of `shrink`."""
 
-    Attributes:
-        spare: widths are 2 ** spare times the smallest possible widths, for architectures with further constraints,
-            for example norms over 32 groups.
-        keep_vocabulary: keep vocabulary sizes, for models that compute ids from other ids.
-        keep_images: keep image sizes, for models that also state the number of patches elsewhere.
-        heads: most times that all head counts are halved, for models with too many heads for a small copy.
-        filters: shrink the first width of a convolutional codec, which doubles from stage to stage, too.
-        layers: least number of layers to keep.
-        shapes: meaning of the configuration's numbers, read from the model.
-    """
-
+    # widths are 2 ** spare times the smallest possible widths, for architectures with further constraints, for example
+    # norms over 32 groups
     spare: int = 0
-    keep_vocabulary: bool = False
-    keep_images: bool = False
-    heads: int = 0
-    filters: bool = False
-    layers: int = 2
-    shapes: Shapes = UNSEEN
+    keep_vocabulary: bool = False  # keep vocabulary sizes, for models that compute ids from other ids
+    keep_images: bool = False  # keep image sizes, for models that also state the number of patches elsewhere
+    heads: int = 0  # most times that all head counts are halved, for models with too many heads for a small copy
+    filters: bool = False  # shrink the first width of a convolutional codec, which doubles from stage to stage, too
+    layers: int = 2  # least number of layers to keep
+    shapes: Shapes = UNSEEN  # meaning of the configuration's numbers, read from the model
 
 
 def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreTrainedConfig:
@@ -143,7 +132,6 @@ def _shrink_coefficients(config: Any, factor: float) -> bool:
 
 
 def _width_factor(parts: list[Any]) -> float:
-    """Return the smallest power of two that keeps head widths at least 8, and all widths whole numbers."""
     mains, heads_dims, quotients = [], [], []
     for part in parts:
         width = next((value for name in _MAIN if isinstance(value := setting(part, name), int)), None)
@@ -172,7 +160,6 @@ def _width_factor(parts: list[Any]) -> float:
 
 
 def _stage_widths(part: Any) -> list[int]:
-    """Return the width of each stage of a model without attention heads; an empty list for other models."""
     widths = setting(part, "hidden_sizes")
     if not isinstance(widths, (list, tuple)) or any(counts_heads(name) for name, _ in own_settings(part)):
         return []
@@ -270,12 +257,6 @@ def _counts_tokens(name: str) -> bool:
 
 
 def _small_id(value: Any, ids: dict[int, int]) -> Any:
-    """Return a token id inside the small vocabulary for an id outside. Equal ids get equal results.
-
-    Args:
-        value: value of a setting: an id, a list of ids, or another value, which is returned unchanged.
-        ids: old id → new id, extended by this function.
-    """
     if isinstance(value, (list, tuple)):
         return type(value)(_small_id(item, ids) for item in value)
     if isinstance(value, bool) or not isinstance(value, int) or value < VOCABULARY:

@@ -7,26 +7,16 @@ from typing import Any
 from parallelformers_ng.autopolicy.config_numbers import Shapes
 from parallelformers_ng.autopolicy.settings import own_settings, put, setting, stored_name
 
-_LAYERS = ("layers", "layer", "depth", "blocks")
-"""Last parts of the names of settings that count layers."""
-_SHARED = "num_kv_shared_layers"
-"""Setting that counts the last layers that use keys and values of earlier layers."""
+_LAYERS = ("layers", "layer", "depth", "blocks")  # last parts of the names of settings that count layers
+_SHARED = "num_kv_shared_layers"  # setting that counts the last layers that use keys and values of earlier layers
+# Setting that counts different layers, if the main setting counts a layer once for each time it runs.
 _ONCE = "num_layers_per_stack"
-"""Setting that counts different layers, if the main setting counts a layer once for each time it runs."""
 _PERIODS = ("full_attention_interval", "attn_layer_period", "sliding_window_pattern", "global_attn_every_n_layers")
-_KINDS = 6
-"""Most kinds of layers in a list; a list with more different items does not list kinds of layers."""
+_KINDS = 6  # most kinds of layers in a list; a list with more different items does not list kinds of layers
 
 
 def shrink_layers(config: Any, fewest: int, shapes: Shapes) -> None:
-    """Reduce the layers of a configuration to the fewest that include every kind of layer; shorten lists accordingly.
-
-    Args:
-        config: a configuration or a nested configuration, changed in place.
-        fewest: least number of layers afterwards.
-        shapes: meaning of the configuration's numbers, read from the model. Settings that count layers with shared
-            weights match no module list.
-    """
+    """Reduce a configuration in place to the fewest layers that include every kind of layer, at least `fewest`."""
     main = stored_name(config, "num_hidden_layers")
     sections = _sections(config, main)
     for name, count in list(own_settings(config)):
@@ -102,7 +92,6 @@ def _longest_period(config: Any, count: int) -> int:
 
 
 def _output_lists(config: Any) -> list[str]:
-    """Return the names of settings that list the layers whose outputs a backbone returns."""
     return [
         name for name, numbers in own_settings(config)
         if name.endswith("out_indices") and isinstance(numbers, (list, tuple)) and all(type(n) is int for n in numbers)

@@ -10,12 +10,11 @@ from transformers import PreTrainedConfig
 
 from parallelformers_ng.autopolicy.settings import is_id, own_settings, parts_of, put
 
-_WIDTH = 16
-"""Least number that the first step takes for a width."""
+_WIDTH = 16  # least number that the first step takes for a width
+# Largest share of the parameters that may remain after a step; a smaller gain is not worth changed proportions.
 _GAIN = 0.98
-"""Largest share of the parameters that may remain after a step; a smaller gain is not worth changed proportions."""
+# Parts of the names of settings that are not halved.
 _KEPT = ("head", "vocab", "token", "sliding_window", "attention_chunk_size", "experts", "conv_states")
-"""Parts of the names of settings that are not halved."""
 
 
 def shrink_by_trial(
@@ -28,13 +27,6 @@ def shrink_by_trial(
 
     The first step halves all numbers that look like widths, so that sums and products of widths stay right. Later steps
     halve all settings with the same number, or with the same list of numbers, together.
-
-    Args:
-        config: a configuration of any size.
-        weigh: function that returns the number of parameters of a configuration's model; None if the class refuses the
-            configuration.
-        enough: most parameters of the result.
-        runs: function that returns whether the forward of a configuration's model runs.
     """
     small = copy.deepcopy(config)
     weight = weigh(small)
@@ -83,8 +75,6 @@ def _flat(value: Any) -> Iterator[int]:
 
 
 def _halved(config: PreTrainedConfig, chosen: Chosen, least: int) -> PreTrainedConfig:
-    """Return a copy of `config` in which all numbers from `least` on in `chosen` settings are halved."""
-
     def half(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return type(value)(map(half, value))

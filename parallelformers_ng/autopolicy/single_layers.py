@@ -21,13 +21,6 @@ _ROWS = 6
 
 
 def single_layers(model: nn.Module, reached: set[str], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the path and the forward's keyword arguments of each layer that can be proven alone.
-
-    Args:
-        model: the model.
-        reached: paths of modules that inputs of the model reach.
-        seed: seed of the random inputs. Inputs are on CPU, in the data type of the layer's weight; ids are int64.
-    """
     generator = torch.Generator().manual_seed(seed)
     used = uses(model)
     for path, module in model.named_modules():

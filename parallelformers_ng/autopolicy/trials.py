@@ -26,8 +26,7 @@ from parallelformers_ng.sharding.structure import tensors
 from parallelformers_ng.sharding.tensor_plan import TensorPlan
 
 T = TypeVar("T")
-Choice = tuple[Proposal, dict[str, Rule]]
-"""A proposal, and the variant of its rules to try."""
+Choice = tuple[Proposal, dict[str, Rule]]  # a proposal, and the variant of its rules to try
 
 _TOKENS = 6
 _TRIALS = 60
@@ -43,12 +42,12 @@ class Trials:
         base: policies that every trial applies.
         world_size: number of ranks.
         parts: fraction of the twin for each rank, with the sum 1; empty for equal fractions.
-        failure: reason why the latest trial failed, as text; "" after `match` has returned True. The text has no
-            meaning after `same_tokens` has returned True.
     """
 
     def __init__(self, twin: Twin, base: Selection, world_size: int, parts: Sequence[float] = ()) -> None:
         self.twin, self.base, self.world_size, self.parts = twin, base, world_size, parts
+        # reason why the latest trial failed, as text; "" after `match` has returned True. The text has no meaning after
+        # `same_tokens` has returned True.
         self.failure = ""
         self._count = 0
 
@@ -56,11 +55,6 @@ class Trials:
         """Return whether the outputs of the sharded and the whole twin match, and depend on the rules' shards.
 
         An exception of a rule or of the modelling code counts as a mismatch. The method sets `failure`.
-
-        Args:
-            choices: rules to try in addition to the base policies.
-            vocabulary: whether embeddings and heads are vocabulary-parallel.
-            leftovers: whether large tensors without a rule are sharded, too.
         """
         self._count += 1
         if self._count > _TRIALS:
@@ -84,7 +78,6 @@ class Trials:
         return True
 
     def objection(self) -> str:
-        """Return why the twin refutes the base policies: other outputs, or other tokens; "" if all are equal."""
         base = self.base
         if not self.match([], base.vocabulary, base.leftovers):
             return self.failure
@@ -93,14 +86,6 @@ class Trials:
         return "" if same else self.failure
 
     def has_unused_shard(self, choices: Sequence[Choice], vocabulary: bool) -> bool:
-        """Return whether the rules make a shard on which no output depends, without running the twin.
-
-        Args:
-            choices, vocabulary: same as in `match`.
-
-        Raises:
-            PolicyError: see `plan`.
-        """
         plan = self.plan(choices, vocabulary)
         return bool(_unused_shard(plan, self.twin, {path for _, rules in choices for path in rules}))
 
@@ -132,12 +117,7 @@ class Trials:
     def same_tokens(
         self, choices: Sequence[Choice], vocabulary: bool, inputs: dict[str, Any], wanted: list[torch.Tensor]
     ) -> bool:
-        """Return whether the sharded twin generates the same six tokens as the whole twin, greedily. Sets `failure`.
-
-        Args:
-            choices, vocabulary: same as in `match`.
-            inputs, wanted: inputs and tokens from `prompt`.
-        """
+        """Return whether the sharded twin generates the same six tokens as the whole twin, greedily. Sets `failure`."""
         try:
             plan = self.plan(choices, vocabulary)
             results = on_each_rank(self.twin.model, plan, lambda share: _generate(share, inputs))
@@ -148,14 +128,6 @@ class Trials:
         return all(equal(got, wanted, self.twin.tolerance) for got in results)
 
     def plan(self, choices: Sequence[Choice], vocabulary: bool, leftovers: bool = False) -> ShardPlan:
-        """Return the plan of the twin for a trial, in which even small tensors are cut.
-
-        Args:
-            choices, vocabulary, leftovers: same as in `match`.
-
-        Raises:
-            PolicyError: a rule does not fit the twin.
-        """
         policies = policies_of((proposal.block, rules) for proposal, rules in choices)
         base = self.base
         selection = Selection((*base.policies, *policies), "inferred", vocabulary, leftovers, base.customs, proven=True)
@@ -163,16 +135,7 @@ class Trials:
 
 
 def on_each_rank(model: nn.Module, plan: ShardPlan, body: Callable[[Any], T]) -> list[T]:
-    """Return the results of a function, in rank order, for the shards of a small model. The ranks are threads.
-
-    Args:
-        model: the model, which stays unchanged.
-        plan: plan of the model.
-        body: function of a rank's shard. It runs without gradients.
-
-    Raises:
-        Exception: a rank's error, as in `run_ranks`.
-    """
+    """Return the results of a function, in rank order, for the shards of a small model. The ranks are threads."""
 
     def on_rank(communicator: Communicator) -> T:
         share = cut(model, plan, communicator.rank, communicator)
@@ -205,7 +168,6 @@ def _outputs(share: nn.Module, probes: Sequence[TwinProbe]) -> list[list[torch.T
 
 
 def _generate(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return all tensors that `generate` returns: tokens, and for some models speech."""
     arguments = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     output = model.generate(**arguments, **length_options(model, _TOKENS), do_sample=False, num_beams=1)
     return [gathered(tensor) for tensor in tensors(output)]  # all ranks must gather at the same time

@@ -17,38 +17,26 @@ from parallelformers_ng.sharding.structure import tensors
 
 @dataclass
 class TwinProbe:
-    """A part of a twin that can run alone, with inputs and the outputs that the unsharded part returned.
+    """A part of a twin that can run alone, with inputs and the outputs that the unsharded part returned."""
 
-    Attributes:
-        path: dotted path of the part; "" for the whole model.
-        inputs: keyword arguments of the part's forward.
-        expected: tensors of the part's output.
-    """
-
-    path: str
-    inputs: dict[str, Any]
-    expected: list[torch.Tensor]
+    path: str  # dotted path of the part; "" for the whole model
+    inputs: dict[str, Any]  # keyword arguments of the part's forward
+    expected: list[torch.Tensor]  # tensors of the part's output
 
 
 @dataclass
 class Twin:
-    """A tiny model, and the observations from its forward.
+    """A tiny model, and the observations from its forward."""
 
-    Attributes:
-        model: the unsharded model with random parameters, in float64 if its code allows float64, otherwise in float32.
-        probes: parts to run and compare.
-        calls: name of a module → position of the end of its first call; a module comes after its submodules.
-        gradients: name of a parameter that influences outputs → absolute gradient of the outputs, with the parameter's
-            shape.
-        unreached: reasons why probes do not reach some parts, as text; "" if probes reach all parts.
-        single_layers: paths of layers that only a probe of the layer alone reaches.
-    """
-
+    # the unsharded model with random parameters, in float64 if its code allows float64, otherwise in float32
     model: PreTrainedModel
-    probes: list[TwinProbe]
+    probes: list[TwinProbe]  # parts to run and compare
+    # name of a module → position of the end of its first call; a module comes after its submodules
     calls: dict[str, int]
+    # name of a parameter that influences outputs → absolute gradient of the outputs, with the parameter's shape
     gradients: dict[str, torch.Tensor]
-    unreached: str = ""
+    unreached: str = ""  # reasons why probes do not reach some parts, as text; "" if probes reach all parts
+    # paths of layers that only a probe of the layer alone reaches
     single_layers: list[str] = field(default_factory=list)
 
     @property
@@ -73,9 +61,6 @@ def run(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = No
     If `dtype` is set, floating-point inputs are cast to this data type. Caches are left out of the result, as in
     `structure.tensors`. Attention weights of all heads are gathered, so all ranks must call this function together.
     Exceptions of the model's code are passed on.
-
-    Raises:
-        CollectiveAbortedError, DivergedError: the model is sharded; see `Communicator.all_reduce`.
     """
     arguments = {
         name: (value.to(dtype) if dtype and value.is_floating_point() else value.clone())

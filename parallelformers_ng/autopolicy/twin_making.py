@@ -28,10 +28,9 @@ from parallelformers_ng.live_code.replaced import built_on_meta
 
 _COMFORTABLE = 8_000_000
 _LARGEST = 60_000_000
-_DEEPEST = 8
-"""Most layers of a twin that is made deeper to include more kinds of layers."""
-_SECONDS = 3.0
-"""Seconds of processor time after which no larger twin is tried to run more of the model."""
+_DEEPEST = 8  # most layers of a twin that is made deeper to include more kinds of layers
+_SECONDS = 3.0  # seconds of processor time after which no larger twin is tried to run more of the model
+# Shrinkings to try, in this order: all with at most _COMFORTABLE parameters first, then with at most _LARGEST.
 _SHRINKS: Sequence[Shrinking] = (
     Shrinking(),
     Shrinking(keep_vocabulary=True),
@@ -43,7 +42,6 @@ _SHRINKS: Sequence[Shrinking] = (
     Shrinking(spare=3, keep_vocabulary=True, keep_images=True),
     Shrinking(spare=12, keep_vocabulary=True, keep_images=True),
 )
-"""Shrinkings to try, in this order: all with at most _COMFORTABLE parameters first, then with at most _LARGEST."""
 
 
 def make_twin(
@@ -58,18 +56,6 @@ def make_twin(
 
     A twin has at most 60 million parameters. After 3 s of processor time, a twin that runs only in parts is
     accepted.
-
-    Args:
-        cls: class of the model.
-        config: configuration of the model.
-        attention: attention implementation: "eager", "sdpa", …; None for the class's default.
-        seed: seed of the parameters and inputs.
-        layers: least number of layers; a model with fewer layers keeps all layers.
-        edits: code that the program changed after the class built the model.
-
-    Raises:
-        UnsupportedModelError: no small model can be built, the changed code cannot be applied, or the model runs on
-            none of the known inputs.
     """
     failures: list[str] = []
     best: Twin | None = None
@@ -101,13 +87,6 @@ def make_twin(
 
 
 def first_choice(cls: type[PreTrainedModel], config: PreTrainedConfig, layers: int = Shrinking.layers) -> Shrinking:
-    """Return the first shrinking to try, with the fewest layers that include most kinds of layers.
-
-    Args:
-        cls: class of the model.
-        config: configuration of the model.
-        layers: least number of layers. More than 8 layers are not tried to include more kinds of layers.
-    """
     whole = built_on_meta(cls, config)
     if whole is None:
         return Shrinking(layers=layers)
@@ -175,8 +154,6 @@ def _models(
 
 
 def _by_trial(cls: type[PreTrainedModel], config: PreTrainedConfig, least: Shrinking) -> PreTrainedConfig | None:
-    """Return a small copy of a configuration with unknown names of settings, or None."""
-
     whole = built_on_meta(cls, config)
     accepted = None if whole is None else _accepted_on_meta(whole)
 
@@ -199,9 +176,6 @@ def _accepted_on_meta(skeleton: PreTrainedModel, only: int | None = None) -> int
     """Return the index of the first candidate inputs on which a model on `meta` runs; None if all inputs fail.
 
     A forward that reads values of its inputs cannot run on `meta`.
-
-    Args:
-        only: index of the only candidate inputs to try; None for all candidates.
     """
     with torch.inference_mode(), torch.device("meta"):
         for number, arguments in enumerate(candidate_inputs(skeleton)):
@@ -225,13 +199,6 @@ def build_tiny(
 
     The caller's random streams stay unchanged. The function passes on exceptions of modelling code that refuses the
     configuration.
-
-    Args:
-        cls: class of the model.
-        config: configuration of the small model.
-        attention: attention implementation; the default is used if a part of the model does not know this name.
-        seed: seed of the parameters.
-        largest: most parameters of the model, 60 million by default.
     """
     options = {"attn_implementation": attention} if attention else {}
     try:

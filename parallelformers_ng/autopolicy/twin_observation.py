@@ -19,8 +19,7 @@ from parallelformers_ng.autopolicy.twin import Twin, TwinProbe, equal, in_short,
 from parallelformers_ng.sharding.structure import dotted, traced_calls
 
 DRAWS = "its forward draws random numbers: two runs differ"
-_SECONDS = 4.0
-"""Seconds of processor time after which each part is tried only on the first inputs."""
+_SECONDS = 4.0  # seconds of processor time after which each part is tried only on the first inputs
 
 
 def observe(model: PreTrainedModel, seed: int) -> Twin:
@@ -31,10 +30,6 @@ def observe(model: PreTrainedModel, seed: int) -> Twin:
 
     `model` becomes float64 in place, and all its floating-point parameters require gradients. A twin in float32 has a
     copy of `model`.
-
-    Args:
-        model: a tiny model with random parameters, on CPU.
-        seed: seed of the inputs.
     """
     observer = _Observer(model.to(torch.float64), seed)
     exact = observer.probe_parts()
@@ -45,12 +40,7 @@ def observe(model: PreTrainedModel, seed: int) -> Twin:
 
 
 def observe_single_layers(twin: Twin, seed: int) -> Twin:
-    """Add a probe of each single layer that the twin's other probes do not reach; return the twin.
-
-    Args:
-        twin: the twin, changed in place.
-        seed: seed of the inputs.
-    """
+    """Add a probe of each single layer that the twin's other probes do not reach; return the twin."""
     observer = _Observer(twin.model, seed, twin)
     reached = {name.rpartition(".")[0] for name in twin.gradients}
     for path, inputs in single_layers(observer.copy, reached, seed):
@@ -81,7 +71,6 @@ class _Observer:
         return self.twin
 
     def _reached(self, part: nn.Module, path: str) -> bool:
-        """Return whether at least 70 % of a part's matrices already influence an output of a probe."""
         large = [name for name, p in part.named_parameters() if p.ndim >= 2]
         return not large or sum(f"{path}.{name}" in self.twin.gradients for name in large) >= 0.7 * len(large)
 

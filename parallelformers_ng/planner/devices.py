@@ -9,15 +9,10 @@ from parallelformers_ng.errors import ParallelError, did_you_mean
 
 @dataclass(frozen=True)
 class Link:
-    """A link between the devices of one host.
+    """A link between the devices of one host."""
 
-    Attributes:
-        bandwidth: bytes per second in each direction.
-        hop_seconds: latency of a small message to the next device, in seconds.
-    """
-
-    bandwidth: float
-    hop_seconds: float
+    bandwidth: float  # bytes per second in each direction
+    hop_seconds: float  # latency of a small message to the next device, in seconds
 
     def exchange_seconds(self, ranks: int, bytes_: float, gathers: bool) -> float:
         """Return the seconds of a sum or a gather of a tensor over the devices of one host.
@@ -25,33 +20,21 @@ class Link:
         The latency is NCCL's own model of a tree (https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc). The
         number of bytes is the number that a ring of devices sends. For a tensor of n bytes on k devices, each device
         sends 2 n (k - 1) / k bytes in a sum. In a gather, each device sends half as many bytes.
-
-        Args:
-            ranks: number of devices, k.
-            bytes_: size of the summed or the gathered tensor in bytes, n.
-            gathers: whether the ranks gather the tensor; False for a sum.
         """
         ways = 1 if gathers else 2
         return _START_SECONDS + ways * (ranks - 1) * (self.hop_seconds + bytes_ / ranks / self.bandwidth)
 
 
-_START_SECONDS = 6.8e-6
-"""Fixed part of the seconds of a sum or a gather."""
+_START_SECONDS = 6.8e-6  # fixed part of the seconds of a sum or a gather
 
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of GPU.
+    """A kind of GPU."""
 
-    Attributes:
-        memory: size of its memory in bytes.
-        bandwidth: bytes per second of its memory.
-        link: name in `LINKS` of the link between devices of this kind.
-    """
-
-    memory: float
-    bandwidth: float
-    link: str
+    memory: float  # size of its memory in bytes
+    bandwidth: float  # bytes per second of its memory
+    link: str  # name in `LINKS` of the link between devices of this kind
 
     @property
     def usable(self) -> float:
@@ -62,8 +45,7 @@ class Device:
         return self.memory * _USABLE
 
 
-_USABLE = 0.9
-"""Fraction of a device's memory for a model; vLLM's default of `gpu_memory_utilization`."""
+_USABLE = 0.9  # fraction of a device's memory for a model; vLLM's default of `gpu_memory_utilization`
 
 # Sources of the figures:
 # NVIDIA's data sheets, at https://www.nvidia.com/en-us/data-center/ and v100/, a100/, h100/, h200/, hgx/, l4/ or l40s/;
@@ -101,11 +83,6 @@ DEVICES = {
 
 
 def device_named(name: str) -> Device:
-    """Return the entry of `DEVICES` with a name.
-
-    Raises:
-        ParallelError: `DEVICES` has no such name.
-    """
     if name not in DEVICES:
         hint = did_you_mean(name, DEVICES) or f"; known devices: {', '.join(DEVICES)}"
         raise ParallelError(f"device {name!r} is unknown{hint}")

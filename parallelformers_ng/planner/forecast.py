@@ -26,14 +26,10 @@ from parallelformers_ng.sharding.wording import human_bytes
 
 _TITLES = ("tensor × pipeline", "weights", "caches", "activations", "room", "tokens/s")
 _WIDTHS = {1, 2, 4, 8, 16}
-_ANY = 1 << 16
-"""Number of stages that is larger than the number of layers of any model."""
-_OPERATOR_SECONDS = 3e-6
-"""Fixed part of the seconds of an operator."""
-_READ_SHARE = 0.8
-"""Fraction of the data sheet's bandwidth that large matrix products reach."""
-_STEP_SECONDS = 50e-6
-"""Seconds of a decode step outside the model: the choice of a token, and the loop of `generate`."""
+_ANY = 1 << 16  # number of stages that is larger than the number of layers of any model
+_OPERATOR_SECONDS = 3e-6  # fixed part of the seconds of an operator
+_READ_SHARE = 0.8  # fraction of the data sheet's bandwidth that large matrix products reach
+_STEP_SECONDS = 50e-6  # seconds of a decode step outside the model: the choice of a token, and the loop of `generate`
 
 
 @dataclass(frozen=True)
@@ -230,12 +226,6 @@ def _laid_out(
     """Return the smallest number of stages in which the model fits, and the memory of the fullest device.
 
     If the model does not fit, the number of stages is the largest possible number.
-
-    Args:
-        plan: plan for the ranks of one stage.
-        observation: observation of the fullest rank of `plan`.
-        most: upper limit of the number of stages.
-        room: limit of each device's memory in bytes.
     """
     stages, memory = 1, _memory(model, plan, observation, 1, room)
     while not memory.fits and stages < most:
@@ -248,17 +238,6 @@ def _laid_out(
 
 
 def _memory(model: nn.Module, plan: ShardPlan, observation: Observation, stages: int, room: float) -> Memory:
-    """Return the memory of the fullest device, if the layers of a plan are divided into stages.
-
-    Args:
-        plan: plan for the ranks of one stage.
-        observation: observation of the fullest rank of `plan`.
-        stages: number of stages.
-        room: limit of each device's memory in bytes.
-
-    Raises:
-        PlacementError: the model has fewer layers than stages.
-    """
     if stages == 1:
         return Memory(max(plan.bytes_per_rank), sum(observation.caches.values()), observation.peak, room)
     staged = in_stages(plan, model, [1 / stages] * stages)
@@ -279,11 +258,6 @@ def step_seconds(device: Device, works: Sequence[Work], ranks: int) -> float:
     two figures were fitted to measurements.
 
     The result includes 50 µs for the choice of a token and the loop of `generate`.
-
-    Args:
-        works: operators and exchanges of the step, in order.
-        ranks: number of ranks that share each layer.
-        device: kind of the devices.
     """
     kernels, exchanged, open_ = list[float](), 0.0, False
     for work in works:

@@ -31,56 +31,33 @@ from parallelformers_ng.sharding.stages import units
 
 _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention
+# Operators that read only as many bytes of their first input as they return.
 _LOOK_UPS = (_aten.embedding, _aten.index_select, _aten.gather, _aten.index)
-"""Operators that read only as many bytes of their first input as they return."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """One operator, or one exchange between ranks.
+    """One operator, or one exchange between ranks."""
 
-    Attributes:
-        moved: bytes that an operator reads and writes, or bytes of the tensor that ranks sum or gather.
-        fuses: whether a compiler can fuse the operator with its neighbours. A compiler cannot fuse matrix products,
-            attention and look-ups.
-        exchanges: whether the work is a sum or a gather between ranks.
-        gathers: whether the work is a gather between ranks.
-    """
-
-    moved: float
+    moved: float  # bytes that an operator reads and writes, or bytes of the tensor that ranks sum or gather
+    # whether a compiler can fuse the operator with its neighbours. A compiler cannot fuse matrix products, attention
+    # and look-ups.
     fuses: bool = False
-    exchanges: bool = False
-    gathers: bool = False
+    exchanges: bool = False  # whether the work is a sum or a gather between ranks
+    gathers: bool = False  # whether the work is a gather between ranks
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The work and the memory of one rank for sequences of a given length.
+    """The work and the memory of one rank for sequences of a given length."""
 
-    Attributes:
-        peak: peak of temporary memory during the prefill, in bytes, without weights and caches.
-        step: work of the last decode step, in order.
-        caches: path of a unit of the model → bytes of its caches after the last decode step.
-    """
-
-    peak: int
-    step: list[Work]
-    caches: dict[str, int]
+    peak: int  # peak of temporary memory during the prefill, in bytes, without weights and caches
+    step: list[Work]  # work of the last decode step, in order
+    caches: dict[str, int]  # path of a unit of the model → bytes of its caches after the last decode step
 
 
 def observe(model: PreTrainedModel, plan: ShardPlan, rank: int, batch: int, length: int) -> Observation:
-    """Run one rank's shard of a model on `meta`: the prefill, then one decode step.
-
-    Args:
-        model: model on any device; stays unchanged.
-        plan: plan of one stage, in which every rank holds a shard of every layer.
-        rank: rank of the shard.
-        batch: number of sequences.
-        length: number of tokens of each sequence, at least 2.
-
-    Raises:
-        UnsupportedModelError: the model does not generate, returns no cache, or its forward fails on `meta`.
-    """
+    """Run one rank's shard of a model on `meta`: the prefill, then one decode step."""
     if not model.can_generate():
         raise UnsupportedModelError(
             f"{type(model).__name__} does not generate; a forecast needs a model with generate()"
@@ -126,7 +103,6 @@ def observe(model: PreTrainedModel, plan: ShardPlan, rank: int, batch: int, leng
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy of a model whose tensors are on `meta`."""
     empty: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         bare = torch.empty_like(tensor, device="meta")
@@ -195,7 +171,6 @@ class _Recorder(TorchDispatchMode):
         return output
 
     def _moved(self, kind: Any, inputs: list[Tensor], outputs: list[Tensor]) -> float:
-        """Return the bytes that an operator reads and writes."""
         written = sum(_bytes(tensor) for tensor in outputs)
         if kind in _LOOK_UPS:
             return 2 * written
@@ -260,17 +235,10 @@ def _count_experts(model: nn.Module, recorder: _Recorder) -> None:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor in memory. Numbers that an expanded tensor repeats count once."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Yield every tensor in an object once, at any depth of containers and attributes.
-
-    Args:
-        value: any object.
-        seen: ids of the objects that are already visited; updated.
-    """
     seen = set() if seen is None else seen
     for leaf in tree_leaves(value):
         if id(leaf) in seen:

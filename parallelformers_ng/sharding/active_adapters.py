@@ -8,22 +8,18 @@ from typing import Any
 
 from torch import nn
 
+# Attributes of peft's layers that select the active adapters; each call sends the caller's values to the ranks.
 SWITCHES = ("_active_adapter", "_disable_adapters")
-"""Attributes of peft's layers that select the active adapters; each call sends the caller's values to the ranks."""
 
 
 @dataclass(frozen=True)
 class ActiveAdapters:
-    """The adapters that a call runs with.
+    """The adapters that a call runs with."""
 
-    Attributes:
-        settings: distinct settings of layers: names of the active adapters, whether all adapters are off, and the
-            scale of each adapter.
-        which: index into `settings` for each layer with adapters, in the model's order.
-    """
-
+    # distinct settings of layers: names of the active adapters, whether all adapters are off, and the scale of each
+    # adapter
     settings: tuple[tuple[tuple[str, ...], bool, tuple[tuple[str, float], ...]], ...]
-    which: tuple[int, ...]
+    which: tuple[int, ...]  # index into `settings` for each layer with adapters, in the model's order
 
     @classmethod
     def of(cls, layers: Sequence[Any]) -> ActiveAdapters:
@@ -41,11 +37,7 @@ class ActiveAdapters:
         return replace(self, settings=settings)
 
     def activate(self, layers: Sequence[Any]) -> None:
-        """Activate the call's adapters in the same layers of a rank.
-
-        Args:
-            layers: all layers with adapters of the rank's model, in the model's order.
-        """
+        """Activate the call's adapters in the same layers of a rank."""
         for layer, index in zip(layers, self.which, strict=True):
             names, off, scaling = self.settings[index]
             layer._active_adapter, layer._disable_adapters = [*names], off
@@ -53,5 +45,4 @@ class ActiveAdapters:
 
 
 def layers_with_adapters(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model whose active adapter, or active copy of a layer, can be switched."""
     return [module for module in model.modules() if "_active_adapter" in vars(module)]

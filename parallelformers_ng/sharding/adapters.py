@@ -25,17 +25,17 @@ from parallelformers_ng.sharding.layers import LayerPlan, ParallelLayer
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.quantizing import is_stored_quantized, refuse_high_precision
 from parallelformers_ng.sharding.stored import StoredInParts
-from parallelformers_ng.sharding.tensor_plan import WHOLE, ZERO, Shard, TensorPlan
-from parallelformers_ng.sharding.tensors import dotted, is_within, owned_tensors
+from parallelformers_ng.sharding.tensor_plan import WHOLE, ZERO, Cut, TensorPlan, plans_of_tensors
+from parallelformers_ng.sharding.tensors import is_within
+from parallelformers_ng.sharding.units import and_above
 
+# Kind of adapter tensor → the layer's dimension that each of the tensor's dimensions equals; "" equals none.
 _COUNTS: dict[str, tuple[str, ...]] = {
     "lora_A": ("", "inputs"), "lora_B": ("outputs", ""), "ia3_l": ("outputs", "inputs"),
     "lora_embedding_A": ("", "inputs"), "lora_embedding_B": ("outputs", ""), "lora_magnitude_vector": ("outputs",),
 }  # fmt: skip
-"""Kind of adapter tensor → the layer's dimension that each of the tensor's dimensions equals; "" equals none."""
 _VARIANTS = frozenset({"DoraLinearVariant"})
 _MERGE = "merge it into the weights first (merge_and_unload)"
-_Cut = tuple[tuple[Shard, ...], str]  # one shard for each rank, and the rule that made the shards
 
 
 class NormOverRanks(ParallelLayer):
@@ -53,9 +53,6 @@ def without_adapters(model: nn.Module) -> nn.Module:
     """Return a copy of the model without adapters that shares the model's tensors and layers.
 
     A model without adapters is returned itself.
-
-    Raises:
-        UnsupportedModelError: the model has adapters that cannot be cut.
     """
     places = list(_places(model))
     if not places:
@@ -67,16 +64,7 @@ def without_adapters(model: nn.Module) -> nn.Module:
 
 
 def with_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
-    """Return a copy of a model with adapters in which other layers replace its quantized layers; tensors are shared.
-
-    Args:
-        model: the model with adapters; not changed.
-        layers: the replacement layers, by the paths of the quantized layers in the model without adapters.
-
-    Raises:
-        UnsupportedModelError: the model has adapters that cannot be cut, or a quantized layer has a trained copy, which
-            would stay quantized.
-    """
+    """Return a copy of a model with adapters in which other layers replace its quantized layers; tensors are shared."""
     places, shared = list(_places(model)), _shared(model)
     for path, layer in layers.items():
         place = next((place for place in places if is_within(path, place.path)), None)
@@ -90,7 +78,6 @@ def with_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
 
 
 def _shared(model: nn.Module) -> dict[int, Any]:
-    """Return a memo for `copy.deepcopy`: the copy shares all tensors, and all modules without submodules."""
     modules = (module for module in model.modules() if not module._modules)
     return {id(each): each for each in (*model.parameters(), *model.buffers(), *modules)}
 
@@ -98,31 +85,16 @@ def _shared(model: nn.Module) -> dict[int, Any]:
 def with_adapters(
     plan: ShardPlan, plain: nn.Module, model: nn.Module, dtype: torch.dtype | None, dequantize: bool = False
 ) -> ShardPlan:
-    """Return the plan of a model with adapters, made from the plan of the model without adapters.
-
-    Args:
-        plan: plan of `plain`.
-        plain: the model without adapters, from `without_adapters`.
-        model: the model with adapters.
-        dtype: data type of floating-point tensors after the cast; None keeps their data types.
-        dequantize: whether weights that are stored quantized may become high precision on the ranks.
-
-    Raises:
-        UnsupportedModelError: an adapter cannot be cut like its layer, or changes a weight that is stored quantized.
-            Another cause: the model reads the weight of a layer without the layer's adapter.
-    """
     places = {place.path: place for place in _places(model)}
 
     def place_of(name: str) -> _Place | None:
-        while name and name not in places:
-            name = name.rpartition(".")[0]
-        return places.get(name)
+        return next((places[path] for path in and_above(name) if path in places), None)
 
     def moved(name: str) -> list[str]:
         place = place_of(name)
         return [name] if place is None else place.moved(name)
 
-    cuts: dict[str, _Cut] = {}
+    cuts: dict[str, Cut] = {}
     for name, tensor in plan.tensors.items():
         cuts.update(dict.fromkeys(moved(name), (tensor.shards, tensor.rule)))
     in_parts = {layer.path for layer in plan.layers if layer.cls is StoredInParts}
@@ -136,17 +108,9 @@ def with_adapters(
         cuts.update(place.cuts(plan, place in with_cuts and path not in in_parts))
     types = {moved(name)[0]: tensor.dtype for name, tensor in plan.tensors.items()}
 
-    tensors: dict[str, TensorPlan] = {}
-    holders: dict[tuple[int, tuple[Shard, ...]], str] = {}
-    for path, module in model.named_modules():
-        for short, owned, is_buffer in owned_tensors(module):
-            name = dotted(path, short)
-            shards, rule = cuts[name]
-            cast = dtype if dtype is not None and owned.is_floating_point() else owned.dtype
-            storage = holders.setdefault((id(owned), shards), name)
-            tensors[name] = TensorPlan(
-                name, tuple(owned.shape), types.get(name, cast), shards, storage, is_buffer, rule
-            )
+    def dtype_of(name: str, tensor: torch.Tensor, _: bool) -> torch.dtype:
+        return types.get(name, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
+
     added_to = {name for place in places.values() for name in place.parameters} & plan.quantized.keys()
     reasons = dict.fromkeys(sorted(added_to), "an adapter changes this weight")
     misfits = plan.misfits | reasons
@@ -157,7 +121,7 @@ def with_adapters(
     norms = (path for place in places.values() for path in place.norms(cuts))
     return replace(
         plan,
-        tensors=tensors,
+        tensors=plans_of_tensors(model, cuts.__getitem__, dtype_of),
         layers=[*layers, *(LayerPlan(path, NormOverRanks, ({},) * plan.world_size) for path in norms)],
         blocks=[new for block in plan.blocks for new in moved(block)],
         cuttable=frozenset(moved(name)[0] for name in plan.cuttable),
@@ -169,19 +133,13 @@ def with_adapters(
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """A path in a model at which a layer has adapters or trained copies.
+    """A path in a model at which a layer has adapters or trained copies."""
 
-    Attributes:
-        path: the path.
-        layers: paths of the layer itself and of its copies.
-        layer: the layer itself.
-        adapters: adapter layers, by path. An adapter layer contains the next adapter layer if several parameters of
-            the layer have adapters.
-    """
-
-    path: str
-    layers: tuple[str, ...]
-    layer: Any
+    path: str  # the path
+    layers: tuple[str, ...]  # paths of the layer itself and of its copies
+    layer: Any  # the layer itself
+    # adapter layers, by path. An adapter layer contains the next adapter layer if several parameters of the layer have
+    # adapters.
     adapters: dict[str, Any]
 
     def moved(self, name: str) -> list[str]:
@@ -194,14 +152,8 @@ class _Place:
         names = (getattr(adapter, "parameter_name", None) for adapter in self.adapters.values())
         return [f"{self.path}.{name}" for name in names if name]
 
-    def cuts(self, plan: ShardPlan, is_cut: bool) -> dict[str, _Cut]:
-        """Return the cut of each adapter tensor, by name.
-
-        Args:
-            plan: plan of the model without adapters.
-            is_cut: whether each rank computes with a part of the layer.
-        """
-        cuts_by_name: dict[str, _Cut] = {}
+    def cuts(self, plan: ShardPlan, is_cut: bool) -> dict[str, Cut]:
+        cuts_by_name: dict[str, Cut] = {}
         for path, adapter in self.adapters.items():
             weight = plan.tensors.get(f"{self.path}.{getattr(adapter, 'parameter_name', 'weight')}")
             counted = self._counted(weight, hasattr(adapter, "parameter_name")) if is_cut else ""
@@ -210,22 +162,14 @@ class _Place:
                     cuts_by_name[f"{path}.{name}"] = _cut(name, tensor, counts, weight, counted, plan.world_size)
         return cuts_by_name
 
-    def norms(self, cuts: Mapping[str, _Cut]) -> Iterator[str]:
-        """Yield the paths of DoRA modules that take norms of weights over sharded inputs."""
+    def norms(self, cuts: Mapping[str, Cut]) -> Iterator[str]:
         for path, adapter in self.adapters.items():
             for name in adapter.lora_magnitude_vector.keys() if hasattr(adapter, "lora_magnitude_vector") else ():
                 if any(shard.dim is not None for shard in cuts[f"{path}.lora_A.{name}.weight"][0]):
                     yield f"{path}.lora_magnitude_vector.{name}"
 
     def _counted(self, weight: TensorPlan | None, stacked: bool) -> str:
-        """Return the dimension in which the layer's weight is cut, "inputs" or "outputs"; "" if the weight is whole.
-
-        Args:
-            stacked: whether the weight may be stacked over experts, in the layout of transformers' experts interface.
-
-        Raises:
-            UnsupportedModelError: the layer is cut in a dimension unknown here.
-        """
+        """Return the dimension in which the layer's weight is cut, "inputs" or "outputs"; "" if the weight is whole."""
         if weight is not None and weight.is_replicated:
             return ""
         counts: tuple[str, ...] = ()
@@ -245,14 +189,7 @@ class _Place:
 
 def _cut(
     name: str, tensor: torch.Tensor, counts: tuple[str, ...], weight: TensorPlan | None, counted: str, ranks: int
-) -> _Cut:
-    """Return the shards of one adapter tensor, and the rule that made the shards.
-
-    Args:
-        counts: the layer's dimension that each dimension of the tensor equals, as in `_COUNTS`.
-        weight: plan of the layer's weight.
-        counted: the layer's dimension that is cut; "" if the layer is whole.
-    """
+) -> Cut:
     if weight is None or not counted:
         return (WHOLE,) * ranks, ""
     if name.endswith(".bias") and counted == "inputs":  # ranks sum the product, so only rank 0 adds the bias
@@ -272,12 +209,6 @@ def _moved_layer(layer: LayerPlan, place: _Place | None, moved: Any) -> list[Lay
 
 
 def _places(model: nn.Module) -> Iterator[_Place]:
-    """Yield the places of adapters in a model.
-
-    Raises:
-        UnsupportedModelError: an adapter is merged, is of a kind that cannot be cut, or is inside another adapter's
-            layer.
-    """
     latest: _Place | None = None
     for path, module in model.named_modules():
         if "_active_adapter" not in vars(module) or (latest is not None and path in latest.adapters):

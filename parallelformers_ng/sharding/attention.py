@@ -49,15 +49,10 @@ _GENERATOR = threading.Lock()
 
 class ReformerAttentionParallel(HeadParallel):
     """Attention within buckets of equal hash (Kitaev et al. 2020, arXiv:2001.04451). Head n hashes its vectors by
-    random rotations Rₙ: bucket(x) = argmax [x Rₙ | −x Rₙ]. Each rank draws the rotations of all heads.
+    random rotations Rₙ: bucket(x) = argmax [x Rₙ | −x Rₙ]. Each rank draws the rotations of all heads."""
 
-    Attributes:
-        head_indices: indices of this rank's heads.
-        head_count: number of heads of the whole model.
-    """
-
-    head_indices: Sequence[int]
-    head_count: int
+    head_indices: Sequence[int]  # indices of this rank's heads
+    head_count: int  # number of heads of the whole model
 
     def _hash_vectors(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         # With a `hash_seed`, the modelling code seeds and then draws. Ranks that are threads share the generator.
@@ -109,13 +104,10 @@ class WavLMAttentionParallel(HeadParallel):
     `forward` takes hidden states `[batch, length, width]`, a mask `[batch, length]` with 1 for real positions, and the
     position bias B. It returns the output, the attention weights of all heads, and the position bias of this rank's
     heads `[heads, length, length]`. All layers use the position bias that the first layer returns.
-
-    Attributes:
-        head_indices: indices of this rank's heads.
     """
 
     renews = True
-    head_indices: Sequence[int]
+    head_indices: Sequence[int]  # indices of this rank's heads
 
     def forward(
         self,
@@ -146,5 +138,4 @@ class WavLMAttentionParallel(HeadParallel):
 
 
 def _mean_of_heads(weights: torch.Tensor) -> torch.Tensor:
-    """Return attention weights like transformers: the mean over the heads, repeated for each head."""
     return weights.mean(1, keepdim=True).expand_as(weights)

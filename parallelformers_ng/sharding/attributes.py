@@ -43,9 +43,6 @@ class OnWorkers:
     """Stands for a value that the model's code has set on the workers, and that the caller cannot have.
 
     Every use raises ParallelError.
-
-    Args:
-        why: the error message.
     """
 
     def __init__(self, why: str) -> None:
@@ -87,11 +84,7 @@ def put_attribute(owner: Any, name: str, value: Any) -> None:
 
 def set_attribute(module: nn.Module, name: str, value: Any) -> None:
     """Set an attribute by its dotted path `name` from a module. A configuration on the path is copied first, so that
-    other modules keep the original.
-
-    Raises:
-        AttributeError: an object on the path does not exist.
-    """
+    other modules keep the original."""
     owner: Any = module
     *path, last = name.split(".")
     for part in path:
@@ -108,9 +101,6 @@ def set_config(model: nn.Module, name: str, value: Any) -> None:
     With REMOVED as value, delete the attribute.
 
     A copy whose value differed from the configuration's value keeps its value.
-
-    Raises:
-        AttributeError: an object on the path does not exist.
     """
     owner, _, last = name.rpartition(".")
     target = attrgetter(owner)(model)
@@ -131,8 +121,7 @@ def are_equal(one: Any, other: Any) -> bool:
         return pickle.dumps(one) == pickle.dumps(other)
 
 
-CONFIGURATIONS = ("config", "generation_config")
-"""Attributes of modules that are configurations."""
+CONFIGURATIONS = ("config", "generation_config")  # attributes of modules that are configurations
 
 
 def owners_of_configurations(model: nn.Module) -> list[tuple[str, str]]:

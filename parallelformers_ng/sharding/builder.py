@@ -21,14 +21,14 @@ from parallelformers_ng.sharding.partition import HeadShare, even_out, fill_wait
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Policy, Selection, is_block
 from parallelformers_ng.sharding.quantizing import border, choose_encodings
-from parallelformers_ng.sharding.tensor_plan import WHOLE, Shard, TensorPlan
-from parallelformers_ng.sharding.tensors import dotted, is_within, owned_tensors
+from parallelformers_ng.sharding.tensor_plan import WHOLE, TensorPlan, plans_of_tensors
+from parallelformers_ng.sharding.tensors import dotted, is_within
 from parallelformers_ng.sharding.units import CutUnit, attention_of, units_of
 from parallelformers_ng.sharding.vocabulary import cut_rows, find_vocabulary
 
+# Limit for a tensor that counts as evenly spread: the largest bytes of a rank by the smallest, each first divided by
+# the rank's part.
 _ABOUT_THE_SAME = 1.05
-"""Limit for a tensor that counts as evenly spread: the largest bytes of a rank by the smallest, each first divided by
-the rank's part."""
 
 
 def build_plan(
@@ -41,25 +41,11 @@ def build_plan(
     quantize: QuantizeOptions | None = None,
     ahead: int = 0,
 ) -> ShardPlan:
-    """Return the plan: the slices of every tensor for each rank.
+    """Apply the policies of a selection to a model on any device, also `meta`.
 
-    Args:
-        model: the model, on any device, also `meta`.
-        world_size: number of ranks, at least 1.
-        selection: the policies that apply, from `known_policies`.
-        dtype: data type of floating-point tensors after the cast; None keeps their data types.
-        exhaustive: whether to cut even small tensors that policies leave whole, as a proof does.
-        parts: fraction of the model for each rank, sum 1; empty for equal fractions.
-        quantize: options that select the weights to quantize.
-        ahead: most bytes of weights that a rank prefetches in a step while it waits for other ranks; 0 for no prefetch.
-
-    Raises:
-        PolicyError: a rule matches no layer, or does not fit the layer that it matches. Another cause: the model has
-            another value than `Policy.requires`.
-        ParallelError: `quantize` names a layer that the model does not have, or the model is quantized already.
-        UnsupportedModelError: a weight that is stored quantized would become high precision; see `choose_encodings`.
+    `exhaustive` also cuts small tensors that policies leave whole, as a proof does. `parts` has the fraction of the
+    model for each rank. `ahead` is the most bytes of weights that a rank prefetches in a step while it waits.
     """
-
     group = border(model, quantize)
 
     def build(shares: Sequence[float] = (), row_shares: Sequence[float] | None = None) -> ShardPlan:
@@ -95,11 +81,9 @@ def _spread_tensors(plan: ShardPlan, parts: Sequence[float]) -> tuple[list[Tenso
     others."""
     spread: tuple[list[TensorPlan], list[TensorPlan]] = [], []
     for tensor in plan.stored():
-        bytes_per_rank = list(
-            map(truediv, map(tensor.bytes_on, range(plan.world_size)), parts or [1.0] * plan.world_size)
-        )
         if not tensor.is_replicated:
-            spread[max(bytes_per_rank) > _ABOUT_THE_SAME * min(bytes_per_rank)].append(tensor)
+            loads = [tensor.bytes_on(rank) / part for rank, part in enumerate(parts or [1.0] * plan.world_size)]
+            spread[max(loads) > _ABOUT_THE_SAME * min(loads)].append(tensor)
     return spread
 
 
@@ -116,30 +100,18 @@ def misfit(model: nn.Module, policy: type[Policy], world_size: int, customs: Seq
 
 
 class _Builder:
-    """Builder that applies policies to the draft of one model.
-
-    Args:
-        draft: the draft.
-        customs: policies of the caller, whose rules apply even to foreign code. Other policies do not apply to their
-            blocks.
-        lenient: whether a layer stays whole if an inferred policy does not fit it. The twin, on which the policy was
-            found, may differ from the model. If False, as in a proof, a misfit raises PolicyError.
-
-    Attributes:
-        blocks: paths of the modules that the policies apply to.
-        uncut: path of a module whose layers stay whole although a policy names them → reason.
-        units: path of a module in which ranks compute parts of a result → paths of other units.
-        whole_attentions: policy whose attentions stay whole in all blocks → reason.
-    """
+    """Builder that applies policies to the draft of one model."""
 
     def __init__(self, draft: Draft, customs: Sequence[type[Policy]] = (), lenient: bool = False) -> None:
         self.customs = customs
         self.lenient = lenient
+        # path of a module whose layers stay whole although a policy names them → reason
         self.uncut: dict[str, str] = {}
+        # path of a module in which ranks compute parts of a result → paths of other units
         self.units: dict[str, tuple[str, ...]] = {}
-        self.whole_attentions: dict[type[Policy], str] = {}
+        self.whole_attentions: dict[type[Policy], str] = {}  # policy whose attentions stay whole in all blocks → reason
         self.draft = draft
-        self.blocks: list[str] = []
+        self.blocks: list[str] = []  # paths of the modules that the policies apply to
 
     def find_whole_attentions(self, policies: Sequence[type[Policy]]) -> None:
         """Find the policies whose attentions stay whole.
@@ -174,7 +146,6 @@ class _Builder:
         return any(is_block(module, custom) for custom in self.customs)
 
     def _not_stock(self, unit: CutUnit, block: str) -> str:
-        """Return why the rules of a unit cannot be applied to a block; "" if the rules can be applied."""
         layers = [target for path in unit.paths for target in self._targets(dotted(block, path))]
         return unit.not_stock(self.draft, block, layers)
 
@@ -205,11 +176,7 @@ class _Builder:
     def _apply_unit(
         self, policy: type[Policy], unit: CutUnit, block: str, heads: dict[str, list[HeadShare]]
     ) -> set[str]:
-        """Apply the rules of a unit to a block, or leave the unit whole if one of its modules runs foreign code.
-
-        Returns:
-            Paths of the rules that match a layer.
-        """
+        """Apply the rules of a unit to a block, or leave the unit whole if one of its modules runs foreign code."""
         targets = {path: self._targets(dotted(block, path)) for path in unit.paths}
         if policy not in self.customs:
             reason = self.whole_attentions.get(policy, "") if unit.is_attention else ""
@@ -238,7 +205,6 @@ class _Builder:
         return matched
 
     def _matching(self, policy: type[Policy], block: str, rules: Iterable[str]) -> set[str]:
-        """Return the paths of the rules, of the given paths, that match a layer or tensor of a block."""
         return {
             path
             for path in rules
@@ -290,20 +256,15 @@ class _Builder:
     def finish(
         self, selection: Selection, dtype: torch.dtype | None, quantize: QuantizeOptions | None = None
     ) -> ShardPlan:
-        keep_whole = (WHOLE,) * self.draft.world_size
+        keep_whole = (WHOLE,) * self.draft.world_size, ""
         casts = CastRule(self.draft.model, dtype)
-        tensors: dict[str, TensorPlan] = {}
-        holders: dict[tuple[int, tuple[Shard, ...]], str] = {}
-        cuttable = set()
-        for path, module in self.draft.modules.items():
-            for short, tensor, is_buffer in owned_tensors(module):
-                name = dotted(path, short)
-                shards, rule = self.draft.cuts.get(name, (keep_whole, ""))
-                storage = holders.setdefault((id(tensor), shards), name)
-                target = casts.dtype_of(name, tensor, short not in module._non_persistent_buffers_set)
-                tensors[name] = TensorPlan(name, tuple(tensor.shape), target, shards, storage, is_buffer, rule)
-                if not is_buffer and tensor.ndim >= 2 and not isinstance(module, _ConvNd):
-                    cuttable.add(name)
+        tensors = plans_of_tensors(self.draft.model, lambda name: self.draft.cuts.get(name, keep_whole), casts.dtype_of)
+        cuttable = {
+            dotted(path, name)
+            for path, module in self.draft.modules.items()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.ndim >= 2 and not isinstance(module, _ConvNd)
+        }
         quantized, misfits = choose_encodings(self.draft.model, quantize, tensors, self.blocks)
         return ShardPlan(
             model_class=type(self.draft.model).__name__,

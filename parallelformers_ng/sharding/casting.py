@@ -28,16 +28,7 @@ _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES
 
 
 def target_dtype(fp16: bool, dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the data type that the arguments `fp16` and `dtype` of `parallelize` select; None casts nothing.
-
-    Args:
-        fp16: whether to cast to float16.
-        dtype: floating-point data type, or its name, such as "bfloat16" or "torch.bfloat16". "auto" and None select no
-            data type.
-
-    Raises:
-        ParallelError: `fp16` and `dtype` contradict each other, or `dtype` is no floating-point data type.
-    """
+    """Return the data type that the arguments `fp16` and `dtype` of `parallelize` select; None casts nothing."""
     if dtype == "auto":
         dtype = None
     if isinstance(dtype, str):
@@ -57,10 +48,6 @@ class CastRule:
     A tensor that the model's class does not create itself is cast if checkpoints hold it. An example is a tensor of a
     module that the user added. With a `dtype`, the constructor builds a copy of a transformers model's class on `meta`,
     and logs a warning if that fails.
-
-    Args:
-        model: the model, on any device.
-        dtype: floating-point data type, from `target_dtype`.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
@@ -74,13 +61,6 @@ class CastRule:
         self._patterns = {re.compile(pattern.replace("*", ".*")): kind for pattern, kind in planned.items()}
 
     def dtype_of(self, name: str, tensor: torch.Tensor, persistent: bool = True) -> torch.dtype:
-        """Return the data type of a parameter or buffer after the cast.
-
-        Args:
-            name: dotted name of the tensor in the model.
-            tensor: the tensor before the cast, on any device.
-            persistent: whether checkpoints hold the tensor.
-        """
         if self.dtype is None:
             return tensor.dtype
         if persistent:

@@ -13,29 +13,11 @@ from parallelformers_ng.live_code.stock import foreign_modules
 from parallelformers_ng.sharding.layers import LayerPlan, ParallelLayer
 from parallelformers_ng.sharding.partition import HeadShare, Range, cut_interleaved, cut_width
 from parallelformers_ng.sharding.policy_words import Part, Unit
-from parallelformers_ng.sharding.tensor_plan import WHOLE, ZERO, Shard
+from parallelformers_ng.sharding.tensor_plan import WHOLE, ZERO, Cut, Shard
 
 
 class Draft:
-    """Cuts and parallel layers of one model, recorded rule by rule.
-
-    Args:
-        proven: whether a proof has run the foreign code of the model.
-
-    Attributes:
-        model: the model, on any device.
-        world_size: number of ranks.
-        parts: fraction of the model for each rank, sum 1; empty for equal fractions.
-        shares: fraction for each rank of widths that are not counted in heads, as in `spread`.
-        row_shares: fraction for each rank of the rows of a vocabulary, as in `spread`.
-        group: width of the column groups that are not cut, as in `spread_columns`.
-        modules: dotted path → module.
-        foreign: dotted path of a module that runs foreign code → description of the code; empty if a proof has run it.
-        cuts: tensor name → one shard per rank, and the rule that made the shards.
-        layers: module path, and parallel layer or name of a child layer → job of the injector.
-        who: policy, rule and path being applied, for error messages.
-        counter: module that counts the heads for the current rule; None if no module does.
-    """
+    """Cuts and parallel layers of one model, recorded rule by rule."""
 
     def __init__(
         self,
@@ -47,17 +29,22 @@ class Draft:
         proven: bool = False,
         row_shares: Sequence[float] | None = None,
     ) -> None:
-        self.world_size = world_size
-        self.parts = parts
-        self.shares = shares
+        self.world_size = world_size  # number of ranks
+        self.parts = parts  # fraction of the model for each rank, sum 1; empty for equal fractions
+        self.shares = shares  # fraction for each rank of widths that are not counted in heads, as in `spread`
+        # fraction for each rank of the rows of a vocabulary, as in `spread`
         self.row_shares = shares if row_shares is None else row_shares
-        self.group = group
-        self.model = model
-        self.modules = dict(model.named_modules())
+        self.group = group  # width of the column groups that are not cut, as in `spread_columns`
+        self.model = model  # the model, on any device
+        self.modules = dict(model.named_modules())  # dotted path → module
+        # dotted path of a module that runs foreign code → description of the code; empty if a proof has run it
         self.foreign = {} if proven else foreign_modules(model)
-        self.cuts: dict[str, tuple[tuple[Shard, ...], str]] = {}
+        # tensor name → one shard per rank, and the rule that made the shards
+        self.cuts: dict[str, Cut] = {}
+        # module path, and parallel layer or name of a child layer → job of the injector
         self.layers: dict[tuple[str, Any], LayerPlan] = {}
-        self.who = ""
+        self.who = ""  # policy, rule and path being applied, for error messages
+        # module that counts the heads for the current rule; None if no module does
         self.counter: nn.Module | None = None
 
     # -- notes ---------------------------------------------------------------------------------------------------
@@ -65,27 +52,12 @@ class Draft:
     def cut(
         self, name: str, dim: int, ranges: Sequence[tuple[Range, ...]], zero: Sequence[bool] = (), rule: str = ""
     ) -> None:
-        """Cut a tensor along `dim`.
-
-        Args:
-            name: dotted name of the tensor in the model.
-            dim: dimension to cut, from 0.
-            ranges: ranges held by each rank.
-            zero: whether each rank holds zeros instead of values; by default no rank does.
-            rule: name of the rule in the plan; by default, policy and rule in `who`.
-
-        Raises:
-            PolicyError: the tensor is already cut in another way.
-        """
+        """Cut a tensor along `dim`."""
         zeros = zero or [False] * self.world_size
         self._note(name, [Shard(dim, rank_ranges, off) for rank_ranges, off in zip(ranges, zeros, strict=True)], rule)
 
     def cut_on_first_rank(self, name: str) -> None:
-        """Give the whole tensor to rank 0, and zeros to all other ranks, for a tensor that a sum over ranks adds.
-
-        Raises:
-            PolicyError: the tensor is already cut in another way.
-        """
+        """Give the whole tensor to rank 0, and zeros to all other ranks, for a tensor that a sum over ranks adds."""
         self._note(name, [WHOLE] + [ZERO] * (self.world_size - 1))
 
     def _note(self, name: str, shards: Sequence[Shard], rule: str = "") -> None:
@@ -100,27 +72,12 @@ class Draft:
         """Record the parallel layer that a module becomes, and the attributes to set on each rank.
 
         A record with the same path and class is replaced.
-
-        Args:
-            path: dotted path of the module.
-            cls: parallel layer; None if only attributes change.
-            attributes: dotted name → value, for each rank; None for no attributes.
         """
         local = [{} for _ in range(self.world_size)] if attributes is None else attributes
         self.layers[path, cls] = LayerPlan(path, cls, tuple(local))
 
     def widths(self, owner: str, layer: str, names: Sequence[str], widths: Sequence[int]) -> None:
-        """Record attributes of the module `owner` that count the outputs of its child `layer` on each rank.
-
-        Args:
-            owner: dotted path of the module.
-            layer: name of the child.
-            names: names of the attributes.
-            widths: number of the child's outputs on each rank.
-
-        Raises:
-            PolicyError: an attribute is missing, or is no positive integer.
-        """
+        """Record attributes of the module `owner` that count the outputs of its child `layer` on each rank."""
         for name in names:
             self.attribute(self.modules[owner], name)
         attributes = tuple(dict.fromkeys(names, width) for width in widths)
@@ -139,17 +96,6 @@ class Draft:
         """Return the ranges of each rank in a dimension of `size`.
 
         The dimension is packed from adjacent parts, or from parts `interleaved` within each key/value head's group.
-
-        Args:
-            size: length of the dimension.
-            unit: unit of all parts, if `fused` is a number.
-            fused: number of equal parts, or the unit of each part.
-            heads: heads of each rank in the surrounding attention; empty outside attention.
-            interleaved: whether the parts are packed within each group.
-
-        Raises:
-            PolicyError: the parts do not fit the size, count heads outside attention, or have a `Part.width` that the
-                attention does not have. Another cause: only some of the parts are a `Part`.
         """
         default: Unit = "query" if heads or interleaved else "column"
         units, widths = self._parts(fused if isinstance(fused, tuple) else (unit,) * fused, default)
@@ -172,25 +118,16 @@ class Draft:
         return units, widths
 
     def tensor(self, name: str) -> torch.Tensor | None:
-        """Return the parameter or buffer of that name; None if the model has none."""
         path, _, short = name.rpartition(".")
         owner = self.modules.get(path)
         return None if owner is None else owner._parameters.get(short, owner._buffers.get(short))
 
     def counted(self, name: str) -> int:
-        """Return the attribute `name` of the module that counts the heads; of the model if no module does.
-
-        Raises:
-            PolicyError: the attribute is missing, or is no positive integer.
-        """
+        """Return the attribute `name` of the module that counts the heads; of the model if no module does."""
         return self.attribute(self.counter or self.model, name)
 
     def attribute(self, module: nn.Module, name: str) -> int:
-        """Return a count of a module by its dotted name, such as "config.num_attention_heads".
-
-        Raises:
-            PolicyError: the attribute is missing, or is no positive integer.
-        """
+        """Return a count of a module by its dotted name, such as "config.num_attention_heads"."""
         value: Any = module
         for part in name.split("."):
             if not hasattr(value, part):
@@ -202,17 +139,6 @@ class Draft:
         return value
 
     def scale(self, module: nn.Module, name: str, mine: int, total: int) -> int:
-        """Return the value on a rank of an attribute that is proportional to a number of heads.
-
-        Args:
-            module: the module.
-            name: dotted name of the attribute from the module.
-            mine: number of heads on the rank.
-            total: number of heads of the whole model.
-
-        Raises:
-            PolicyError: the attribute is missing, is no positive integer, or gives a fraction.
-        """
         value = self.attribute(module, name)
         if value * mine % total:
             raise PolicyError(f"{self.who}: {name} = {value} is not proportional to its {total} heads")

@@ -16,27 +16,19 @@ from torch import Tensor
 from parallelformers_ng.sharding.partition import Range
 from parallelformers_ng.sharding.tensor_plan import TensorPlan
 
-SCALE = "_scale"
-"""Suffix of the name of a weight's scales. The quantized numbers have the name of the weight."""
-_AT_ONCE = 1 << 20
-"""Bytes of quantized numbers that are dequantized at a time on CPU."""
+SCALE = "_scale"  # Suffix of the name of a weight's scales. The quantized numbers have the name of the weight.
+_AT_ONCE = 1 << 20  # bytes of quantized numbers that are dequantized at a time on CPU
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """A format of quantized numbers.
+    """A format of quantized numbers."""
 
-    Attributes:
-        dtype: data type of the stored tensor.
-        largest: largest absolute weight of a block, in units of the block's scale.
-        per_byte: quantized numbers in one stored element; the first number has the lowest bits.
-        own_scales: smallest scale if scales are fp32; None if scales have the data type of the weight.
-    """
-
-    dtype: torch.dtype
-    largest: float
-    per_byte: int = 1
+    dtype: torch.dtype  # data type of the stored tensor
+    largest: float  # largest absolute weight of a block, in units of the block's scale
+    per_byte: int = 1  # quantized numbers in one stored element; the first number has the lowest bits
+    # smallest scale if scales are fp32; None if scales have the data type of the weight
     own_scales: float | None = None
 
 
@@ -49,17 +41,11 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Encoding:
-    """The quantization of one weight, in a format of torchao; see `QuantizeOptions`.
+    """The quantization of one weight, in a format of torchao; see `QuantizeOptions`."""
 
-    Attributes:
-        kind: format of the quantized numbers: "int8"; "int4", two numbers in a byte; "fp8", 4 bits of exponent.
-        dim: dimension of the inputs, along which numbers share a scale; negative, -1 is the last dimension.
-        block: number of inputs that share one scale. The plan cuts between blocks; a single block's scale is
-            replicated.
-    """
-
-    kind: str
-    dim: int
+    kind: str  # format of the quantized numbers: "int8"; "int4", two numbers in a byte; "fp8", 4 bits of exponent
+    dim: int  # dimension of the inputs, along which numbers share a scale; negative, -1 is the last dimension
+    # number of inputs that share one scale. The plan cuts between blocks; a single block's scale is replicated.
     block: int
 
     @property
@@ -68,17 +54,11 @@ class Encoding:
         return _KINDS[self.kind].per_byte
 
     def fits_kernels(self, scales: int) -> bool:
-        """Return whether the kernels can multiply by a matrix in this encoding without dequantizing it first.
-
-        Args:
-            scales: number of scales of each output.
-        """
         if self.kind == "int8":
             return scales == 1
         return self.kind == "int4" and (self.block in (32, 64) or self.block % 128 == 0)
 
     def has_scale_per_output(self, scales: Tensor) -> bool:
-        """Return whether each output has one scale and each byte one number, so that outputs can be scaled."""
         return self.per_byte == 1 and self.dim == -1 and scales.shape[-1] == 1
 
     def shape(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
@@ -88,7 +68,6 @@ class Encoding:
         return tuple(shape)
 
     def misfit(self, tensor: TensorPlan) -> str:
-        """Return why a tensor cannot have this encoding with the cuts of its plan; "" if it can."""
         size, border = tensor.shape[self.dim], self.per_byte
         if tensor.dtype not in HIGH_PRECISION or not size:
             return f"it is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
@@ -102,7 +81,6 @@ class Encoding:
         return ""
 
     def parts(self, tensor: TensorPlan) -> tuple[TensorPlan, TensorPlan]:
-        """Return the plans of the quantized numbers and of the scales that replace a tensor on the ranks."""
         kind, dim = _KINDS[self.kind], self.dim % len(tensor.shape)
         numbers = replace(_divided(tensor, dim, kind.per_byte), dtype=kind.dtype)
         dtype = tensor.dtype if kind.own_scales is None else torch.float32
@@ -152,11 +130,6 @@ class Encoding:
         """Return the dequantized numbers in `dtype`: the weight, or the part of the weight that the numbers belong to.
 
         On CPU, about 1 MiB of numbers are dequantized at a time, to limit temporary memory.
-
-        Args:
-            numbers: quantized numbers in the format of `numbers`, with whole blocks along `dim`.
-            scales: scales of the blocks, as from `scales`.
-            dtype: data type of the result.
         """
         along = 1 if self.dim % numbers.ndim == 0 else 0
         lines = max(1, _AT_ONCE * numbers.shape[along] // max(1, numbers.numel()))
@@ -190,7 +163,6 @@ class Encoding:
 
 
 def _divided(tensor: TensorPlan, dim: int, by: int) -> TensorPlan:
-    """Return the plan of a tensor with `by` times fewer elements along `dim`, cut at the same places."""
     shape = list(tensor.shape)
     shape[dim] //= by
     shards = (replace(s, ranges=divided(s.ranges, by)) if s.dim == dim else s for s in tensor.shards)

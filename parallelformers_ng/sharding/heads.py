@@ -20,19 +20,14 @@ from parallelformers_ng.sharding.own_heads import OwnHeads
 from parallelformers_ng.sharding.partition import HeadShare
 from parallelformers_ng.sharding.policy import Rule
 
-Place = int | str
-"""Place of a tensor in the outputs of a module: an index in a tuple or a key in a dictionary."""
+Place = int | str  # place of a tensor in the outputs of a module: an index in a tuple or a key in a dictionary
 
 
 class HeadParallel(ParallelLayer):
-    """Attention over this rank's heads. Ranks exchange data only if code reads the attention weights of all heads.
+    """Attention over this rank's heads. Ranks exchange data only if code reads the attention weights of all heads."""
 
-    Attributes:
-        head_sizes: number of query heads of each rank, 0 for a rank without heads.
-        weights_at: outputs with a dimension of heads: the path of places to each output, and that dimension.
-    """
-
-    head_sizes: Sequence[int]
+    head_sizes: Sequence[int]  # number of query heads of each rank, 0 for a rank without heads
+    # outputs with a dimension of heads: the path of places to each output, and that dimension
     weights_at: Sequence[tuple[tuple[Place, ...], int]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -51,12 +46,6 @@ class HeadParallel(ParallelLayer):
 
         The result is an `OwnHeads`. In compiled code it is the gathered tensor, with the errors of
         `Communicator.all_gather`.
-
-        Args:
-            weights: attention weights of this rank, four or more dimensions. A tensor without a dimension of this
-                rank's heads is returned unchanged.
-            dim: dimension of heads in `weights`.
-            change: function applied to the gathered weights; None applies no function.
         """
         if weights.ndim < 4 or weights.shape[dim] != max(1, self.head_sizes[self.communicator.rank]):
             return weights
@@ -80,17 +69,13 @@ class BiasedHeadParallel(HeadParallel):
     """Attention over this rank's heads with a bias that the model makes for all heads: b ↦ b[heads of this rank].
 
     `forward` raises PolicyError if a call lacks the keyword argument of such a bias. The bias itself may be None.
-
-    Attributes:
-        bias_names: keyword arguments of the forward that hold such a bias, `[batch, heads or 1, …, keys]` of four or
-            more dimensions, or `[batch · heads, …, keys]` of three.
-        head_indices: indices of this rank's heads, consecutive.
-        head_count: number of heads of the whole model.
     """
 
+    # keyword arguments of the forward that hold such a bias, `[batch, heads or 1, …, keys]` of four or more dimensions,
+    # or `[batch · heads, …, keys]` of three
     bias_names: Sequence[str]
-    head_indices: Sequence[int]
-    head_count: int
+    head_indices: Sequence[int]  # indices of this rank's heads, consecutive
+    head_count: int  # number of heads of the whole model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         for name in self.bias_names:
@@ -179,11 +164,6 @@ class Heads(Rule):
     layer: type[HeadParallel] | None = None
 
     def count(self, draft: Draft, module: nn.Module) -> tuple[int, int]:
-        """Return the numbers of query heads and key/value heads of an attention.
-
-        Raises:
-            PolicyError: an attribute is missing, or is no positive integer.
-        """
         query = draft.attribute(module, self.query)
         if self.key:
             return query, draft.attribute(module, self.key)
@@ -233,12 +213,9 @@ class Renewed(Rule):
 
 
 class RenewedAttention(ParallelLayer):
-    """A module that changes between full and sparse attention by making a new attention around the same layers.
+    """A module that changes between full and sparse attention by making a new attention around the same layers."""
 
-    Attributes:
-        carried: attributes to copy to the new attention: numbers of heads, and the attributes of `HeadParallel`.
-    """
-
+    # attributes to copy to the new attention: numbers of heads, and the attributes of `HeadParallel`
     carried: Sequence[str]
 
     def set_attention_type(self, *args: Any, **kwargs: Any) -> None:
@@ -261,11 +238,6 @@ def replaced(output: Any, place: Sequence[Place], change: Callable[[torch.Tensor
     """Return a copy of the outputs with `change` applied to the tensor at `place`.
 
     If `place` has no tensor, the result is `output` itself.
-
-    Args:
-        output: a dictionary, tuple or list, possibly nested.
-        place: path of indices and keys to the tensor.
-        change: function of the tensor.
     """
     step: Any
     step, *rest = place

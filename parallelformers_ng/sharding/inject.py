@@ -21,15 +21,6 @@ def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communica
     """Reduce `model` to the modules of rank `rank`: set parallel layers and local attributes, but no weights.
 
     A column-parallel layer needs no class of its own: it is the same layer with fewer outputs.
-
-    Args:
-        model: the modules of the whole model, changed in place.
-        plan: plan of the model.
-        rank: number of the rank.
-        communicator: communicator of all ranks. If the plan has stages, all ranks must call this function together.
-
-    Raises:
-        ValueError: `communicator` cannot be divided into the plan's stages; see `Communicator.within`.
     """
     settle(model, plan)
     for layer in plan.layers:

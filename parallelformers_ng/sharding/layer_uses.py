@@ -27,11 +27,11 @@ _NEVER_CALLED = {
     "__init__", "_init_weights", "reset_parameters", "extra_repr", "create_weight", "resize_position_embeddings",
     "get_position_embeddings",
 }  # fmt: skip
+# Return expressions of an embedding's forward that give rows of its weight, at most scaled.
 _ROWS = re.compile(
     r"super\(\)\.forward\([^()]*\)( \* self\.embed_scale(\.to\(self\.weight\.dtype\))?)?"
     r"|self\.weight\[([^\[\],]|\[\d\])*\]"
 )
-"""Return expressions of an embedding's forward that give rows of its weight, at most scaled."""
 
 
 def is_only_called(model: nn.Module, path: str) -> bool:
@@ -60,7 +60,6 @@ def reads_parameters(model: nn.Module, path: str) -> bool:
 
 
 def _owner(model: nn.Module, path: str) -> nn.Module:
-    """Return the nearest module above `path` that is not a ModuleList, ModuleDict or Sequential."""
     path = path.rpartition(".")[0]
     while path and type(model.get_submodule(path)) in (nn.ModuleList, nn.ModuleDict, nn.Sequential):
         path = path.rpartition(".")[0]
@@ -83,7 +82,6 @@ def _gives_rows(cls: type[nn.Module]) -> bool:
 
 @cache
 def _reads(cls: type[nn.Module], names: frozenset[str]) -> bool:
-    """Return whether the methods of a class read attributes with the names in `names`, of any module."""
     if cls.__module__.startswith("torch."):
         return True
     for base in cls.__mro__:
@@ -100,7 +98,6 @@ def _reads(cls: type[nn.Module], names: frozenset[str]) -> bool:
 
 
 def _source(function: Any) -> str | None:
-    """Return the source of a function; None if Python does not find it, for example after `exec`."""
     try:
         return inspect.getsource(function)
     except OSError:

@@ -22,29 +22,18 @@ class ParallelLayer(nn.Module):
 
     A layer that exchanges data with other ranks raises CollectiveAbortedError and DivergedError as
     `Communicator.all_reduce` does.
-
-    Attributes:
-        takes_part: whether the layer's inputs differ between ranks: columns, heads or partial sums of one rank.
-        gives_part: whether the layer's outputs differ between ranks: columns, heads or partial sums of one rank.
-        renews: whether the parallel layer's forward replaces the ordinary layer's forward without calling it.
-        communicator: communicator of this rank's layers: all ranks, or the ranks of its stage.
     """
 
+    # whether the layer's inputs differ between ranks: columns, heads or partial sums of one rank
     takes_part: ClassVar[bool] = True
+    # whether the layer's outputs differ between ranks: columns, heads or partial sums of one rank
     gives_part: ClassVar[bool] = True
+    # whether the parallel layer's forward replaces the ordinary layer's forward without calling it
     renews: ClassVar[bool] = False
-    communicator: Communicator
+    communicator: Communicator  # communicator of this rank's layers: all ranks, or the ranks of its stage
 
     def connect(self, everyone: Communicator, width: int) -> None:
-        """Set the layer's communicator; the injector calls this method.
-
-        Args:
-            everyone: communicator of all ranks.
-            width: number of ranks in a stage; the world size if there are no stages.
-
-        Raises:
-            ValueError: the ranks cannot be divided into such stages; see `Communicator.within`.
-        """
+        """Set the layer's communicator; the injector calls this method."""
         self.communicator = everyone.within(width)
 
     if TYPE_CHECKING:
@@ -65,16 +54,12 @@ def parallel_class(kind: type[ParallelLayer], layer: type[nn.Module]) -> type[nn
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """A job of the injector: the changes to one module on each rank.
+    """A job of the injector: the changes to one module on each rank."""
 
-    Attributes:
-        path: dotted path of the module.
-        cls: parallel layer that the module becomes; None if only attributes change, as in a column-parallel layer.
-        attributes: for each rank, dotted name of an attribute (`out_features`, `config.num_heads`, …) → value to set.
-    """
-
-    path: str
+    path: str  # dotted path of the module
+    # parallel layer that the module becomes; None if only attributes change, as in a column-parallel layer
     cls: type[ParallelLayer] | None
+    # for each rank, dotted name of an attribute (`out_features`, `config.num_heads`, …) → value to set
     attributes: tuple[dict[str, Any], ...]
 
     @property

@@ -22,37 +22,28 @@ from parallelformers_ng.sharding.stored import store
 from parallelformers_ng.sharding.structure import Place, places, uses
 from parallelformers_ng.sharding.tensors import dotted, is_within
 
+# Fraction of a rank's share: cutting stops once replicated parameters add no more than this fraction to the share.
 _ENOUGH = 0.02
-"""Fraction of a rank's share: cutting stops once replicated parameters add no more than this fraction to the share."""
+# Fraction of all bytes: a kind of parameter with less stays whole, because its collectives would cost too much.
 _WORTH = 0.0015
-"""Fraction of all bytes: a kind of parameter with less stays whole, because its collectives would cost too much."""
+# Fraction of a rank's share: recurrent layers are sharded only if replicated parameters add more than this fraction.
+# A recurrent layer of a decoder is gathered for every token.
 _MUCH = 0.15
-"""Fraction of a rank's share: recurrent layers are sharded only if replicated parameters add more than this fraction.
-A recurrent layer of a decoder is gathered for every token."""
 
 
+# A parameter that no rule has cut: path of its module, its name in the module, and the parameter.
 _Leftover = tuple[str, str, nn.Parameter]
-"""A parameter that no rule has cut: path of its module, its name in the module, and the parameter."""
 
 
 def cut_leftovers(draft: Draft, exhaustive: bool) -> None:
     """Cut parameters of two or more dimensions that no policy cut, kind by kind, first the kind with the most bytes.
 
     Tied parameters stay whole.
-
-    Args:
-        draft: draft with the cuts of the policies.
-        exhaustive: whether to cut every parameter that can be cut, as a proof does. If False, cutting stops once
-            replicated parameters add at most 2 % to the bytes of the smallest share of a rank. Cutting also stops
-            before a kind with less than 0.15 % of all bytes. Recurrent layers are then cut only while replicated
-            parameters add more than 15 %.
-
-    Raises:
-        PolicyError: a policy has cut the bias of a layer, but not its weight, and the cuts differ.
     """
     where = places(draft.model)
     kinds, whole, total = _leftovers(draft, where)
-    uneven = _regions_that_differ(draft, where)
+    # blocks and models in which ranks compute different parts of a result
+    uneven = {_instance(layer.path, where) for layer in draft.layers.values() if layer.gives_part}
     smallest = min(draft.parts, default=1 / draft.world_size)
     for kind in sorted(kinds, key=_bytes_of, reverse=True):
         size = _bytes_of(kind)
@@ -91,11 +82,7 @@ def _leftovers(draft: Draft, where: dict[str, Place]) -> tuple[list[list[_Leftov
 
 
 def _cut(draft: Draft, path: str, name: str, parameter: nn.Parameter, gets_whole: bool) -> bool:
-    """Cut one parameter; return False if each of its dimensions is smaller than the number of ranks.
-
-    Args:
-        gets_whole: whether the inputs of its module are the same on all ranks.
-    """
+    """Cut one parameter; return False if each of its dimensions is smaller than the number of ranks."""
     module = draft.modules[path]
     draft.who, draft.counter = f"leftover on {path}", None
     outputs = 0 if not isinstance(module, (nn.Embedding, Conv1D)) else 1
@@ -115,13 +102,7 @@ def _cut(draft: Draft, path: str, name: str, parameter: nn.Parameter, gets_whole
 
 
 def _owner_is_foreign(draft: Draft, path: str) -> bool:
-    """Return whether foreign code in a module above `path` may read the weight at `path`."""
     return any(is_within(path, other) and "weight" in names_of(draft.modules[other]) for other in draft.foreign)
-
-
-def _regions_that_differ(draft: Draft, where: dict[str, Place]) -> set[str]:
-    """Return the paths of blocks and models in which ranks compute different parts of a result."""
-    return {_instance(layer.path, where) for layer in draft.layers.values() if layer.gives_part}
 
 
 def _instances_above(path: str, draft: Draft, where: dict[str, Place]) -> Iterator[str]:
@@ -137,5 +118,4 @@ def _instances_above(path: str, draft: Draft, where: dict[str, Place]) -> Iterat
 
 
 def _instance(path: str, where: dict[str, Place]) -> str:
-    """Return the path of the innermost block or model that contains a module."""
     return path.removesuffix(where[path].path).removesuffix(".")

@@ -205,17 +205,12 @@ class RowParallel(Reduced):
 
 
 class GatheredColumnParallel(ParallelLayer):
-    """A layer that computes this rank's outputs and gathers the outputs of all ranks: z = [x A₀ | x A₁ | …].
-
-    Attributes:
-        gathered_sizes: number of outputs of each rank.
-        gathered_dim: dimension of the outputs; for a convolution, the dimension of its channels.
-    """
+    """A layer that computes this rank's outputs and gathers the outputs of all ranks: z = [x A₀ | x A₁ | …]."""
 
     takes_part = False
     gives_part = False
-    gathered_sizes: Sequence[int]
-    gathered_dim: int = -1
+    gathered_sizes: Sequence[int]  # number of outputs of each rank
+    gathered_dim: int = -1  # dimension of the outputs; for a convolution, the dimension of its channels
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         part = super().forward(*args, **kwargs)
@@ -223,12 +218,9 @@ class GatheredColumnParallel(ParallelLayer):
 
 
 class GatheredInput(ParallelLayer):
-    """A layer that gathers its sharded inputs and computes this rank's outputs: z = [x₀ | x₁ | …] Aᵣ.
+    """A layer that gathers its sharded inputs and computes this rank's outputs: z = [x₀ | x₁ | …] Aᵣ."""
 
-    Attributes:
-        input_sizes: number of inputs that each rank contributes; 0 for a rank that holds only a copied head.
-    """
-
+    # number of inputs that each rank contributes; 0 for a rank that holds only a copied head
     input_sizes: Sequence[int]
 
     def forward(self, part: torch.Tensor) -> torch.Tensor:
@@ -240,12 +232,10 @@ class GroupedColumnParallel(ParallelLayer):
     """A grouped 1-D convolution. Each rank computes a part of the output channels, from the inputs of their groups.
 
     `forward` takes all input channels, `[batch, channels, length]`, and returns the output channels of this rank.
-
-    Attributes:
-        pieces: start and stop of the input channels, and number of outputs, of each group with outputs on this rank.
     """
 
     takes_part = False
+    # start and stop of the input channels, and number of outputs, of each group with outputs on this rank
     pieces: Sequence[tuple[int, int, int]]
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
@@ -287,7 +277,6 @@ def _pieces(module: nn.Conv1d, rank_ranges: Sequence[Range]) -> tuple[tuple[int,
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a Linear, or a similar layer with a 2-D weight (I-BERT's `QuantLinear`)."""
     weight = module._parameters.get("weight")
     return isinstance(module, nn.Linear) or (weight is not None and weight.ndim == 2 and hasattr(module, "in_features"))
 
@@ -303,8 +292,9 @@ def _stacks_linears(module: nn.Module) -> bool:
     return weight is not None and weight.ndim == 3 and hasattr(module, "input_size") and hasattr(module, "output_size")
 
 
+# The dimension of a layer's weight that holds the outputs or the inputs, and the attributes that count them.
 _Side = tuple[int, tuple[str, ...]]
-"""The dimension of a layer's weight that holds the outputs or the inputs, and the attributes that count them."""
+# Kinds of layers that can be cut: test for the kind, outputs, and inputs; None if inputs cannot be cut.
 _KINDS: tuple[tuple[Callable[[Any], bool], _Side, _Side | None], ...] = (
     (_is_linear, (0, ("out_features",)), (1, ("in_features",))),
     (_is_depthwise, (0, ("in_channels", "out_channels", "groups")), None),
@@ -318,17 +308,12 @@ _KINDS: tuple[tuple[Callable[[Any], bool], _Side, _Side | None], ...] = (
     (lambda module: isinstance(module, nn.Embedding), (1, ("embedding_dim",)), None),
     (_stacks_linears, (1, ("output_size",)), (2, ("input_size",))),
 )
-"""Kinds of layers that can be cut: test for the kind, outputs, and inputs; None if inputs cannot be cut."""
 _BY_INPUTS = "rows (a Linear, Conv1D or ungrouped Conv1d can)"
 _BY_OUTPUTS = "columns (a Linear, Conv1D, Embedding or convolution can)"
 
 
 def _geometry(who: str, module: nn.Module, of_inputs: bool) -> _Side:
-    """Return the dimension of a module's inputs or outputs in its weight, and the attributes that count them.
-
-    Raises:
-        PolicyError: the module is of no kind that can be cut in this way.
-    """
+    """Return the dimension of a module's inputs or outputs in its weight, and the attributes that count them."""
     side = next((inputs if of_inputs else outputs for fits, outputs, inputs in _KINDS if fits(module)), None)
     if side is None:
         raise PolicyError(cannot_cut(who, module, _BY_INPUTS if of_inputs else _BY_OUTPUTS))
@@ -336,13 +321,7 @@ def _geometry(who: str, module: nn.Module, of_inputs: bool) -> _Side:
 
 
 def cannot_cut(who: str, module: nn.Module, cut: str) -> str:
-    """Return the error message for a module that a rule cannot cut; for an adapter, the message says how to merge it.
-
-    Args:
-        who: policy, rule and path, as in `Draft.who`.
-        module: the module.
-        cut: wanted slices and the classes that can be cut in this way, as the end of "cannot be cut by …".
-    """
+    """Error message for a module that a rule cannot cut; `cut` ends "cannot be cut by …"."""
     if hasattr(module, "base_layer"):
         return f"{who}: a {type(module).__name__} is an adapter; merge it into the weights first (merge_and_unload)"
     return f"{who}: a {type(module).__name__} cannot be cut by {cut}"

@@ -17,21 +17,15 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.compiler import is_compiling
 from torch.nn import functional
 
+# (device, rows of a table) → the lowest and the highest id that were looked up in such a table, int64 `[2]`.
 _seen: dict[tuple[torch.device, int], torch.Tensor] = {}
-"""(device, rows of a table) → the lowest and the highest id that were looked up in such a table, int64 `[2]`."""
-_snapshot: dict[tuple[torch.device, int], torch.Tensor] = {}
-"""Copy of `_seen` at the last `hold`."""
+_snapshot: dict[tuple[torch.device, int], torch.Tensor] = {}  # copy of `_seen` at the last `hold`
 
 _look_up = functional.embedding
 
 
 def in_range(ids: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return ids on a device, clamped to the rows of a table; record the smallest and the largest id.
-
-    Args:
-        ids: ids of any integer type and shape.
-        rows: number of rows of the table.
-    """
+    """Return ids on a device, clamped to the rows of a table; record the smallest and the largest id."""
     if not ids.numel() or not rows:
         return ids
     key = ids.device, rows
@@ -63,14 +57,7 @@ def _guarded(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: An
 
 @contextlib.contextmanager
 def checked_look_ups(at_end: bool = True) -> Iterator[None]:
-    """Run a request in this context, and check the looked-up ids. After an error, the recorded ids are forgotten.
-
-    Args:
-        at_end: whether this function calls `check` at the end. Otherwise the request calls `check`.
-
-    Raises:
-        IndexError: see `check`.
-    """
+    """Run a request in this context, and check the looked-up ids. After an error, the recorded ids are forgotten."""
     try:
         yield
         if at_end:
@@ -86,14 +73,7 @@ def bounds() -> list[torch.Tensor]:
 
 
 def check(recorded: Sequence[int] | None = None) -> None:
-    """Check the ids that were looked up so far.
-
-    Args:
-        recorded: numbers of `bounds`, on the host; None to wait for the device.
-
-    Raises:
-        IndexError: an id was out of range. The message names the id and the rows of its table.
-    """
+    """Check the ids that were looked up so far."""
     if recorded is None:
         recorded = torch.cat(bounds()).tolist() if _seen else []
     for (_, rows), low, high in zip(_seen, recorded[::2], recorded[1::2], strict=False):  # a table may be new

@@ -25,27 +25,19 @@ class RMSNormParallel(ParallelLayer):
         y = w ⊙ x / √(ε + Σᵣ ‖xᵣ,g‖² / N)
 
     `forward` takes and returns this rank's columns `[…, columns]`, and computes in float32.
-
-    Attributes:
-        group_count: number of groups.
-        group_width: N, the columns of one group in the whole model.
-        runs: `(start, stop, group, is counted)` for each run of this rank's columns in one group. Columns that an
-            earlier rank also holds are counted only on that rank.
     """
 
-    group_count: int
-    group_width: int
+    group_count: int  # number of groups
+    group_width: int  # N, the columns of one group in the whole model
+    # `(start, stop, group, is counted)` for each run of this rank's columns in one group. Columns that an earlier rank
+    # also holds are counted only on that rank.
     runs: Sequence[tuple[int, int, int, bool]]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return (self.weight * self.normalise(hidden_states.to(torch.float32))).to(hidden_states.dtype)
 
     def normalise(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return y / w for this rank's columns `[…, columns]`, in the data type of the inputs; a collective.
-
-        Raises:
-            CollectiveAbortedError, DivergedError: see `Communicator.all_reduce`.
-        """
+        """Return y / w for this rank's columns `[…, columns]`, in the data type of the inputs; a collective."""
         squares = inputs.new_zeros(*inputs.shape[:-1], self.group_count)
         for start, stop, group, is_counted in self.runs:
             if is_counted:
@@ -81,11 +73,10 @@ class GaussianTopKParallel(ParallelLayer):
     The layer takes and returns this rank's columns `[…, columns]`.
 
     Attributes:
-        width: N, the columns of the whole model.
         activation_sparsity: s, the fraction of columns to drop.
     """
 
-    width: int
+    width: int  # N, the columns of the whole model
 
     def _gaussian_topk(self, inputs: torch.Tensor) -> torch.Tensor:
         quantile = torch.special.ndtri(torch.tensor(self.activation_sparsity, device=inputs.device)).to(inputs.dtype)
@@ -95,13 +86,9 @@ class GaussianTopKParallel(ParallelLayer):
 
 
 class HeadNormsParallel(ParallelLayer):
-    """A norm for each head, yₕ = normₕ(xₕ), over this rank's heads: dimension 1 of the input.
+    """A norm for each head, yₕ = normₕ(xₕ), over this rank's heads: dimension 1 of the input."""
 
-    Attributes:
-        head_indices: indices of this rank's heads in the list `norms`.
-    """
-
-    head_indices: Sequence[int]
+    head_indices: Sequence[int]  # indices of this rank's heads in the list `norms`
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         heads = hidden_states.split(1, dim=1)

@@ -21,28 +21,16 @@ class OwnHeads(Tensor):
     """A tensor with the shape of all heads that holds only this rank's heads. Any operation on it gathers all heads.
 
     Pickling and `copy` raise ParallelError.
-
-    Attributes:
-        own: attention weights of this rank's heads, which attention layers of this rank read.
-        head_dim: dimension of the heads.
-        head_sizes: number of heads of each rank.
     """
 
-    own: Tensor
-    head_dim: int
-    head_sizes: Sequence[int]
+    own: Tensor  # attention weights of this rank's heads, which attention layers of this rank read
+    head_dim: int  # dimension of the heads
+    head_sizes: Sequence[int]  # number of heads of each rank
     _gather: Callable[[], Tensor] | None
     _whole: Tensor | None
 
     @staticmethod
     def __new__(cls, own: Tensor, dim: int, sizes: Sequence[int], gather: Callable[[], Tensor]) -> OwnHeads:
-        """
-        Args:
-            own: attention weights of this rank.
-            dim: dimension of heads in `own`.
-            sizes: number of heads of each rank.
-            gather: function that returns the tensor of all heads; a collective.
-        """
         shape = (*own.shape[:dim], sum(sizes), *own.shape[dim + 1 :])
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=own.dtype, device=own.device)
         self.own, self.head_dim, self.head_sizes = own, dim, sizes
@@ -60,11 +48,6 @@ class OwnHeads(Tensor):
         return func(*args, **kwargs)
 
     def whole(self) -> Tensor:
-        """Return the tensor of all heads. The first call gathers it, so all ranks must call this method.
-
-        Raises:
-            CollectiveAbortedError, DivergedError: see `Communicator.all_gather`.
-        """
         if self._whole is None:
             assert self._gather is not None
             self._whole, self._gather = self._gather(), None
@@ -90,25 +73,15 @@ def gathered(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class AllHeads:
-    """Attention weights of all heads, sent to other stages. Each receiving rank takes the weights of its own heads.
+    """Attention weights of all heads, sent to other stages. Each receiving rank takes the weights of its own heads."""
 
-    Attributes:
-        whole: attention weights of all heads.
-        dim: dimension of heads in `whole`.
-        sizes: number of heads of each rank of a stage, 0 for a rank without heads.
-    """
-
-    whole: Tensor
-    dim: int
-    sizes: Sequence[int]
+    whole: Tensor  # attention weights of all heads
+    dim: int  # dimension of heads in `whole`
+    sizes: Sequence[int]  # number of heads of each rank of a stage, 0 for a rank without heads
 
     @classmethod
     def of(cls, heads: OwnHeads) -> AllHeads:
-        """Gather the attention weights of all heads; a collective of the ranks of a stage.
-
-        Raises:
-            CollectiveAbortedError, DivergedError: see `Communicator.all_gather`.
-        """
+        """Gather the attention weights of all heads; a collective of the ranks of a stage."""
         return cls(heads.whole(), heads.head_dim, heads.head_sizes)
 
     def own_of(self, rank: int) -> OwnHeads:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, groupby, pairwise, starmap
@@ -10,30 +11,20 @@ from itertools import accumulate, chain, groupby, pairwise, starmap
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.policy_words import Unit
 
+# Limit of a rank's bytes, in even shares: above the limit, the rank gets fewer columns that are not heads.
 _TOO_MUCH = 1.15
-"""Limit of a rank's bytes, in even shares: above the limit, the rank gets fewer columns that are not heads."""
+# Share of the time in which a rank waits for ranks with more heads that it computes further columns instead.
 _OF_THE_WAIT = 0.75
-"""Share of the time in which a rank waits for ranks with more heads that it computes further columns instead."""
-_OFF_RATIO = 1.01
-"""Limit of a rank's bytes if the caller set a ratio, as a multiple of the rank's part of that ratio."""
+_OFF_RATIO = 1.01  # limit of a rank's bytes if the caller set a ratio, as a multiple of the rank's part of that ratio
 
-Range = tuple[int, int]
-"""A half-open interval `[start, stop)` along one dimension."""
+Range = tuple[int, int]  # a half-open interval `[start, stop)` along one dimension
 
 
 def spread(count: int, world_size: int, shares: Sequence[float] = ()) -> list[Range]:
-    """Cut `count` items into consecutive ranges, one for each rank, as close to the fractions as possible.
+    """Cut `count` items into consecutive ranges, one for each rank, as close to the fractions `shares` as possible.
 
-    Each rank gets at least one item if there are enough items; otherwise the first ranks get one item each. For equal
-    fractions, longer ranges come first.
-
-    Args:
-        shares: fraction of the items for each rank, sum 1; empty for equal fractions.
-
-    >>> spread(12, 5)
-    [(0, 3), (3, 6), (6, 8), (8, 10), (10, 12)]
-    >>> spread(12, 3, (0.02, 0.49, 0.49))
-    [(0, 1), (1, 6), (6, 12)]
+    Fractions have the sum 1, and are equal if `shares` is empty; then longer ranges come first. Each rank gets at least
+    one item if there are enough items; otherwise the first ranks get one item each. 12 items on 5 ranks: 3, 3, 2, 2, 2.
     """
     if shares and count >= world_size:
         bounds = [0]
@@ -49,18 +40,8 @@ def spread(count: int, world_size: int, shares: Sequence[float] = ()) -> list[Ra
 def spread_columns(width: int, world_size: int, shares: Sequence[float] = (), group: int = 1) -> list[Range]:
     """Cut columns like `spread`, but keep groups whole, or align the ranges.
 
-    If `group` is ignored, and `shares` is not empty, ranges are multiples of 16, 8, 4 or 2 columns. Such a multiple
-    must divide the width, and must move no bound by more than 1 % of the width.
-
-    Args:
-        shares: fraction of the columns for each rank, sum 1; empty for equal fractions.
-        group: number of consecutive columns that stay on one rank. Ignored if the width is no multiple of `group`, or
-            has fewer groups than ranks.
-
-    >>> spread_columns(960, 3, (0.2, 0.4, 0.4))
-    [(0, 192), (192, 576), (576, 960)]
-    >>> spread_columns(160, 3, group=32)
-    [(0, 64), (64, 128), (128, 160)]
+    Groups are ignored if the width is no multiple of `group`, or has fewer groups than ranks. Then ranges by `shares`
+    are multiples of 16, 8, 4 or 2 columns, if that divides the width and moves no bound by more than 1 % of it.
     """
     if has_groups(width, world_size, group):
         return spread_aligned(width, world_size, group, shares)
@@ -94,14 +75,9 @@ def even_out(loads: Sequence[int], flexible: int, parts: Sequence[float] = ()) -
     other in every layer, so even layers are faster than even ranks; see `fill_waits` for an exception. For a ratio that
     the caller set, the limit of a rank is 1.01 times the rank's part.
 
-    Args:
-        loads: bytes on each rank if the freely divisible columns are divided by `parts`.
-        flexible: bytes of the freely divisible columns of all ranks.
-        parts: fraction of all bytes for each rank, sum 1; empty for equal fractions.
-
     Returns:
-        Fraction of the columns for each rank, sum 1, at least a tenth of the rank's fraction in `parts`. Empty if no
-        rank is over its limit, or if `flexible` is 0.
+        Fraction of the `flexible` bytes for each rank, at least a tenth of its fraction in `parts`. Empty if no rank is
+        over its limit.
     """
     slack = _OFF_RATIO if parts else _TOO_MUCH
     parts = parts or [1 / len(loads)] * len(loads)
@@ -122,17 +98,9 @@ def fill_waits(loads: Sequence[int], flexible: int, ahead: int) -> list[float]:
     columns, so it multiplies more columns in the same time. Measured on two CPU ranks of one thread (SmolLM2-135M with
     6 and 3 heads, 704 and 832 columns): layers of a decode step in 0.94 of the time.
 
-    Args:
-        loads: bytes of heads on each rank.
-        flexible: bytes of the freely divisible columns of all ranks.
-        ahead: most bytes that a rank prefetches while it waits, in all layers together.
-
     Returns:
-        Fraction of the columns for each rank, sum 1, at least half of an even fraction. Empty if all ranks have equally
-        many heads, or if `flexible` is 0.
-
-    >>> fill_waits([300, 100], 1000, 400)
-    [0.425, 0.575]
+        Fraction of the `flexible` bytes for each rank, at least half of an even fraction. Empty if all ranks have
+        equally many bytes of heads, `loads`. A rank prefetches at most `ahead` bytes.
     """
     even, mean = 1 / len(loads), sum(loads) / len(loads)
     if len(set(loads)) == 1 or not flexible:
@@ -144,20 +112,14 @@ def fill_waits(loads: Sequence[int], flexible: int, ahead: int) -> list[float]:
 
 @dataclass(frozen=True)
 class HeadShare:
-    """The heads of one rank.
+    """The heads of one rank."""
 
-    Attributes:
-        query: indices of the rank's query heads, consecutive.
-        key: indices of the key/value heads that the query heads read: one for each `groups` query heads. An index may
-            repeat.
-        groups: query heads per key/value head on this rank.
-        idle: whether the rank got no head. An idle rank holds a copy of head 0, which keeps shapes and cache lengths
-            right. Its output rows are zero, so that it adds nothing to the sum.
-    """
-
-    query: tuple[int, ...]
+    query: tuple[int, ...]  # indices of the rank's query heads, consecutive
+    # indices of the key/value heads that the query heads read: one for each `groups` query heads. An index may repeat.
     key: tuple[int, ...]
-    groups: int
+    groups: int  # query heads per key/value head on this rank
+    # whether the rank got no head. An idle rank holds a copy of head 0, which keeps shapes and cache lengths right. Its
+    # output rows are zero, so that it adds nothing to the sum.
     idle: bool = False
 
 
@@ -170,15 +132,6 @@ def share_heads(query_heads: int, key_heads: int, world_size: int, shares: Seque
     and q4 q5 with k2. The division with fewer heads on its largest rank is chosen. For example, 9 query and 3 key/value
     heads on 2 ranks become 6 + 3 query heads with 2 + 1 key/value heads, not 5 + 4 query heads with 5 + 4 key/value
     heads. With fewer key/value heads than ranks, the division is even.
-
-    Args:
-        query_heads: number of query heads of the attention.
-        key_heads: number of key/value heads of the attention.
-        world_size: number of ranks.
-        shares: fraction of the heads for each rank, sum 1; empty for equal fractions.
-
-    Raises:
-        PolicyError: the query heads are not a multiple of the key/value heads, or one of the two numbers is below 1.
     """
     if query_heads < 1 or key_heads < 1 or query_heads % key_heads:
         raise PolicyError(f"{query_heads} query heads cannot share {key_heads} key/value heads evenly")
@@ -201,13 +154,10 @@ def _share_queries(ranges: Sequence[Range], ratio: int) -> list[HeadShare]:
         if start == stop:
             shares.append(HeadShare(query=(0,), key=(0,), groups=1, idle=True))
             continue
-        query = tuple(range(start, stop))
-        readers = [len(list(same)) for _, same in groupby(head // ratio for head in query)]
-        if len(set(readers)) == 1:
-            key = tuple(range(start // ratio, (stop - 1) // ratio + 1))
-            shares.append(HeadShare(query, key, groups=readers[0]))
-        else:
-            shares.append(HeadShare(query, tuple(head // ratio for head in query), groups=1))
+        keys = [head // ratio for head in range(start, stop)]
+        readers = Counter(keys)
+        groups = readers[keys[0]] if len(set(readers.values())) == 1 else 1
+        shares.append(HeadShare(tuple(range(start, stop)), tuple(keys[::groups]), groups))
     return shares
 
 
@@ -215,11 +165,9 @@ def join(ranges: Sequence[Range]) -> tuple[Range, ...]:
     """Drop empty ranges and merge neighbours: `(0, 4), (4, 8), (2, 3)` → `(0, 8), (2, 3)`."""
     joined: list[Range] = []
     for start, stop in ranges:
-        if start == stop:
-            continue
         if joined and joined[-1][1] == start:
             joined[-1] = (joined[-1][0], stop)
-        else:
+        elif start != stop:
             joined.append((start, stop))
     return tuple(joined)
 
@@ -233,23 +181,11 @@ def cut_width(
     shares: Sequence[float] = (),
     group: int = 1,
 ) -> list[tuple[Range, ...]]:
-    """Cut a dimension of `size`, packed from `parts`, for every rank.
+    """Cut a dimension of `size`, packed from `parts`, for every rank; the ranges are in the order of the parts.
 
-    Args:
-        size: length of the dimension.
-        parts: unit of each packed part: "query" and "key" are cut by whole heads, "column" as evenly as possible.
-        heads: heads of each rank in the surrounding attention; empty outside attention.
-        world_size: number of ranks.
-        head_widths: columns of one head in each part, or of a whole "column" part. Empty if all heads are equally wide;
-            with a "column" part, empty if all parts are equally wide.
-        shares: fraction of the columns of a "column" part for each rank, as in `spread`.
-        group: width of the column groups of a "column" part that are not cut, as in `spread_columns`.
-
-    Returns:
-        The ranges of each rank, in the order of the parts.
-
-    Raises:
-        PolicyError: the parts do not fit the size.
+    "query" and "key" parts are cut by whole heads, "column" parts as evenly as possible, as in `spread_columns`.
+    `head_widths` has the columns of one head in each part, or of a whole "column" part. It is empty if all heads are
+    equally wide, or if all parts are equally wide and one is a "column" part.
     """
     whole = {"query": _total(heads, "query"), "key": _total(heads, "key"), "column": 1}
     if head_widths:
@@ -286,17 +222,7 @@ def cut_interleaved(
 ) -> list[tuple[Range, ...]]:
     """Cut a dimension of `size` that packs each key/value head's group in one piece: `q q k v | q q k v | …`.
 
-    Args:
-        size: length of the dimension.
-        parts: parts of one group: "query" means all query heads of the group, "key" one key or value head.
-        heads: heads of each rank in the surrounding attention.
-        head_widths: columns of one head in each part; empty if all heads are equally wide.
-
-    Returns:
-        The ranges of each rank, in order.
-
-    Raises:
-        PolicyError: the groups do not fit the size.
+    In `parts`, "query" means all query heads of the group, "key" one key or value head.
     """
     groups = _total(heads, "key")
     ratio = _total(heads, "query") // groups
@@ -319,7 +245,6 @@ def cut_interleaved(
 
 
 def _head_width(size: int, heads: int, parts: int) -> int:
-    """Return the columns of one head if all heads of all packed parts are equally wide."""
     if size % heads:
         counted = f"its {heads} heads" if parts == 1 else f"{heads}, the heads of its {parts} parts together"
         raise PolicyError(f"a layer has width {size}, which is not a multiple of {counted}")
@@ -329,18 +254,9 @@ def _head_width(size: int, heads: int, parts: int) -> int:
 def group_runs(per_rank: Sequence[Sequence[Range]], group_width: int) -> list[tuple[tuple[int, int, int, bool], ...]]:
     """Return the columns of each rank in runs, each within one group of `group_width` columns.
 
-    Only the first rank that holds a column counts the column. A run has only counted or only uncounted columns.
-
-    Args:
-        per_rank: ranges of the columns of each rank.
-        group_width: number of columns of a group.
-
-    Returns:
-        For each rank, `(start, stop, group, is counted)` for each run; start and stop are positions in the rank's own
-        columns.
-
-    >>> group_runs([[(2, 6)], [(4, 8)]], 4)
-    [((0, 2, 0, True), (2, 4, 1, True)), ((0, 2, 1, False), (2, 4, 1, True))]
+    A run is `(start, stop, group, is counted)`; start and stop are positions in the rank's own columns. Only the first
+    rank that holds a column counts the column. In groups of 4 columns, the ranges (2, 6) of rank 0 and (4, 8) of rank 1
+    become (0, 2, 0, True), (2, 4, 1, True) and (0, 2, 1, False), (2, 4, 1, True).
     """
     seen: set[int] = set()
     by_rank = []
@@ -359,10 +275,8 @@ def group_runs(per_rank: Sequence[Sequence[Range]], group_width: int) -> list[tu
 
 
 def width_of(ranges: Sequence[Range]) -> int:
-    """Return the total number of columns in the ranges."""
     return sum(stop - start for start, stop in ranges)
 
 
 def _total(heads: Sequence[HeadShare], unit: str) -> int:
-    """Return the number of heads of the whole model: the highest index on any rank, plus one."""
     return 1 + max((max(share.query if unit == "query" else share.key) for share in heads), default=0)

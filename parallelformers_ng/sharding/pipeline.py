@@ -23,21 +23,11 @@ from parallelformers_ng.sharding.vocabulary import find_vocabulary
 def in_stages(
     plan: ShardPlan, model: nn.Module, shares: Sequence[float], merged: bool = True, plain: nn.Module | None = None
 ) -> ShardPlan:
-    """Divide a plan over stages.
+    """Divide a plan for the ranks of one stage over stages; the ranks of a stage have consecutive numbers.
 
-    Args:
-        plan: plan for the ranks of one stage.
-        model: the model, on any device.
-        shares: fraction of the model for each stage, sum 1.
-        merged: whether a stage sends only the last result of its consecutive blocks to other stages.
-        plain: the model without adapters, if `model` has adapters. Adapters are in the stage of their layer. Parts
-            inside a module with trained copies are on all ranks.
-
-    Returns:
-        The plan for all ranks; the ranks of a stage have consecutive numbers.
-
-    Raises:
-        PlacementError: there are fewer parts than stages.
+    If `merged`, a stage sends only the last result of its consecutive blocks to other stages. `plain` is the model
+    without its adapters: adapters are in the stage of their layer, and parts inside a module with trained copies are on
+    all ranks.
     """
     modules = dict(model.named_modules())
     parts = [unit for unit in _parts(plain or model) if unit in modules]
@@ -78,7 +68,6 @@ def in_stages(
 
 
 def _parts(model: nn.Module) -> list[str]:
-    """Return the units that one stage can compute for all ranks: blocks, and layers that are only called."""
     vocabulary = find_vocabulary(model)
     modules = dict(model.named_modules())
     parts = []

@@ -34,21 +34,15 @@ from parallelformers_ng.sharding.own_heads import AllHeads, OwnHeads
 
 @dataclass(frozen=True)
 class Stop:
-    """The stage that computes a module.
+    """The stage that computes a module."""
 
-    Attributes:
-        holders: ranks that hold the module's weights. The first holder sends its result to all other ranks.
-        stack: path of the module that runs this block and other blocks one after another; None outside such a module.
-        begins: whether the module is the first of its consecutive blocks on the same ranks.
-        ends: whether the module is the last of its consecutive blocks on the same ranks.
-        cache_layers: indices of the cache layers that the module writes to.
-    """
-
+    # ranks that hold the module's weights. The first holder sends its result to all other ranks.
     holders: tuple[int, ...]
+    # path of the module that runs this block and other blocks one after another; None outside such a module
     stack: str | None = None
-    begins: bool = True
-    ends: bool = True
-    cache_layers: tuple[int, ...] = ()
+    begins: bool = True  # whether the module is the first of its consecutive blocks on the same ranks
+    ends: bool = True  # whether the module is the last of its consecutive blocks on the same ranks
+    cache_layers: tuple[int, ...] = ()  # indices of the cache layers that the module writes to
 
 
 @dataclass
@@ -63,28 +57,20 @@ _run: ContextVar[_Run | None] = ContextVar("run", default=None)
 
 
 class _OverStages(ParallelLayer):
-    """Base of modules that exchange results among all ranks, not only within one stage.
-
-    Attributes:
-        everyone: communicator of all ranks.
-    """
+    """Base of modules that exchange results among all ranks, not only within one stage."""
 
     takes_part = False
     gives_part = False
-    everyone: Communicator
+    everyone: Communicator  # communicator of all ranks
 
     def connect(self, everyone: Communicator, width: int) -> None:
         self.everyone = everyone
 
 
 class Placed(_OverStages):
-    """A module that the ranks of one stage compute, and whose result every rank gets.
+    """A module that the ranks of one stage compute, and whose result every rank gets."""
 
-    Attributes:
-        stop: the stage that computes the module.
-    """
-
-    stop: Stop
+    stop: Stop  # the stage that computes the module
 
     @property
     def is_here(self) -> bool:
@@ -102,9 +88,6 @@ class Placed(_OverStages):
 
         A collective: holders of the module call this method while all other ranks call the module. Exceptions of
         `compute` are passed on; the caller must then abort the communicator.
-
-        Raises:
-            CollectiveAbortedError, DivergedError: see `Communicator.all_reduce`.
         """
         return self._share(lambda: (compute(), {}))[0]
 
@@ -160,15 +143,10 @@ class Placed(_OverStages):
 
 class Stack(_OverStages):
     """A module that runs placed blocks one after another. Unless code reads the results between blocks, only the last
-    result of each run is sent.
+    result of each run is sent."""
 
-    Attributes:
-        stack_path: path of the module.
-        stack_lists: names of the module's lists of blocks.
-    """
-
-    stack_path: str
-    stack_lists: Sequence[str]
+    stack_path: str  # path of the module
+    stack_lists: Sequence[str]  # names of the module's lists of blocks
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with set_within(_run, None if self._is_watched(kwargs) else _Run(self.stack_path)):
@@ -180,8 +158,7 @@ class Stack(_OverStages):
         return any(flags) or any(_has_hooks(block) for name in self.stack_lists for block in getattr(self, name))
 
 
-_LOOKS = ("output_hidden_states", "output_attentions")
-"""Arguments by which a caller wants the outputs of every block."""
+_LOOKS = ("output_hidden_states", "output_attentions")  # arguments by which a caller wants the outputs of every block
 
 
 def _has_hooks(block: nn.Module) -> bool:

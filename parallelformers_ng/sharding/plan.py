@@ -17,8 +17,7 @@ from parallelformers_ng.sharding.tensor_plan import TensorPlan
 from parallelformers_ng.sharding.tiers import Place, Tiers
 from parallelformers_ng.sharding.wording import human_bytes, pattern_of, tensor_table
 
-_TOO_MUCH = 0.1
-"""Fraction of replicated bytes above which the plan warns."""
+_TOO_MUCH = 0.1  # fraction of replicated bytes above which the plan warns
 
 
 @dataclass
@@ -233,7 +232,6 @@ class ShardPlan:
             yield f"rank {rank}: {device} on its device, {ram} in RAM, {disk} on disk; {moved} moved for each token"
 
     def _quantization_in_words(self) -> Iterator[str]:
-        """Yield lines about quantized weights, and about weights that stay in high precision, with reasons."""
         if not self.quantized and not self.misfits:
             return
         kinds = ", ".join(sorted({encoding.kind for encoding in self.quantized.values()})) or "quantized"

@@ -70,30 +70,22 @@ class Policy:
         return (cls.block,) if isinstance(cls.block, str) else tuple(cls.block)
 
 
-CustomPolicies = type[Policy] | Sequence[type[Policy]] | None
-"""Policies of the caller: one, several or none."""
+CustomPolicies = type[Policy] | Sequence[type[Policy]] | None  # policies of the caller: one, several or none
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The policies that apply to a model.
+    """The policies that apply to a model."""
 
-    Attributes:
-        policies: policies with at least one block in the model.
-        source: origin of the policies: "custom", "written" or "inferred", joined by "+" if policies have different
-            origins; "leftovers" if no policy applies and only leftovers are cut.
-        vocabulary: whether embeddings and output heads are cut by rows of the vocabulary.
-        leftovers: whether large parameters that policies leave whole are cut.
-        customs: policies of the caller, which may cut foreign code.
-        proven: whether a proof tested all policies except `customs` on the code of this model. If False, policies
-            except `customs` cut only code of torch and transformers.
-    """
-
-    policies: tuple[type[Policy], ...]
+    policies: tuple[type[Policy], ...]  # policies with at least one block in the model
+    # origin of the policies: "custom", "written" or "inferred", joined by "+" if policies have different origins;
+    # "leftovers" if no policy applies and only leftovers are cut
     source: str
-    vocabulary: bool = True
-    leftovers: bool = True
-    customs: tuple[type[Policy], ...] = ()
+    vocabulary: bool = True  # whether embeddings and output heads are cut by rows of the vocabulary
+    leftovers: bool = True  # whether large parameters that policies leave whole are cut
+    customs: tuple[type[Policy], ...] = ()  # policies of the caller, which may cut foreign code
+    # whether a proof tested all policies except `customs` on the code of this model. If False, policies except
+    # `customs` cut only code of torch and transformers.
     proven: bool = False
 
 
@@ -129,5 +121,4 @@ def block_names(module: nn.Module) -> set[str]:
 
 
 def is_block(module: nn.Module, policy: type[Policy]) -> bool:
-    """Return whether `module` is a block of `policy`: a matching name of its class or of a base class."""
     return not block_names(module).isdisjoint(policy.blocks())

@@ -29,11 +29,7 @@ _ATTRIBUTES = {
 
 
 def check_policy(policy: type[Policy]) -> None:
-    """Check a policy for mistakes that are independent of the model.
-
-    Raises:
-        PolicyError: the policy is wrong. The message names the policy, the rule, the value and the allowed values.
-    """
+    """Check a policy for mistakes that are independent of the model."""
     who = policy.__name__
     _check_attributes(policy, who)
     for path, rule in policy.plan.items():
@@ -119,7 +115,6 @@ def _rules() -> list[str]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value has the type that a rule's field declares: Literal, Union, tuple, or a class."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return isinstance(value, str) and value in arguments

@@ -13,10 +13,6 @@ def policies_of_file(path: str) -> list[type[Policy]]:
     """Run a Python file, and return the policies that it defines, in the file's order.
 
     Policies that the file imports are left out.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        PolicyError: the file cannot be run, or defines no policy.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"no file of policies at {path}")

@@ -31,17 +31,6 @@ def known_policies(
 
     A written policy does not apply to blocks of the caller's policies, and is left out if no other blocks remain.
     Reasons are also logged.
-
-    Args:
-        model: the model, on any device.
-        custom: policies of the caller.
-        world_size: number of ranks for which written policies must fit the configuration; None for no such check.
-
-    Returns:
-        The policies that fit, and one text for each written policy that does not fit.
-
-    Raises:
-        PolicyError: a policy of the caller has a mistake (see `check_custom`), or none of its blocks is in the model.
     """
     customs = check_custom(custom)
     names_of_modules = [block_names(module) for module in model.modules()]
@@ -65,7 +54,6 @@ def known_policies(
 
 @cache
 def written_policies() -> tuple[type[Policy], ...]:
-    """Return all policies of `parallelformers_ng.policies`, in the order of their files."""
     package = importlib.import_module("parallelformers_ng.policies")
     policies: list[type[Policy]] = []
     for name in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
@@ -76,20 +64,12 @@ def written_policies() -> tuple[type[Policy], ...]:
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
-    """Return the class names of the modules in a model's ModuleLists: candidates for a policy's block."""
     lists: Iterable[nn.Module] = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     return list(dict.fromkeys(type(child).__name__ for items in lists for child in items.children()))
 
 
 def check_custom(custom: CustomPolicies) -> tuple[type[Policy], ...]:
-    """Check the caller's policies, and return them as a tuple.
-
-    Args:
-        custom: one policy, or a list, tuple or set of policies; None for no policies.
-
-    Raises:
-        PolicyError: an item is no Policy class, or a policy has a mistake (see `check_policy`), no block or no rule.
-    """
+    """Check the caller's policies, and return them as a tuple."""
     if custom is None:
         return ()
     listed: list[Any] = list(custom) if isinstance(custom, (list, tuple, set)) else [custom]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+# Unit of a layer's width: query heads, key/value heads or plain columns. "" means "query" beneath a module with a
+# `Heads` rule and "column" elsewhere.
 Unit = Literal["", "query", "key", "column"]
-"""Unit of a layer's width: query heads, key/value heads or plain columns. "" means "query" beneath a module with a
-`Heads` rule and "column" elsewhere."""
 
 
 @dataclass(frozen=True)

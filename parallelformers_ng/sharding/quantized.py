@@ -17,12 +17,9 @@ from parallelformers_ng.sharding.plan import ShardPlan
 
 class Quantized(nn.Module):
     """A module with quantized weights. Code that reads a weight gets a dequantized tensor, which the module does not
-    keep.
+    keep."""
 
-    Attributes:
-        encodings: name of a parameter → its encoding, and the data type of the dequantized parameter.
-    """
-
+    # name of a parameter → its encoding, and the data type of the dequantized parameter
     encodings: Mapping[str, tuple[Encoding, torch.dtype]]
 
     def __getattr__(self, name: str) -> Any:
@@ -37,12 +34,6 @@ class ExpertStack:
     """The quantized weights of stacked experts. An index dequantizes only the weights of the chosen experts.
 
     Any other read of an attribute dequantizes the weights of all experts.
-
-    Args:
-        numbers: quantized numbers, three dimensions, experts first.
-        scales: scales of the numbers, three dimensions, experts first.
-        encoding: encoding of the weights.
-        dtype: data type of the dequantized weights.
     """
 
     def __init__(self, numbers: Tensor, scales: Tensor, encoding: Encoding, dtype: torch.dtype) -> None:
@@ -51,7 +42,6 @@ class ExpertStack:
         self._dtype = dtype
 
     def whole(self) -> Tensor:
-        """Return the dequantized weights of all experts: three dimensions, experts first, in `dtype`."""
         return self._encoding.decode(*self._parts, self._dtype)
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -93,14 +83,6 @@ def hold(module: Any, name: str, encoding: Encoding, numbers: Tensor, scales: Te
     """Replace one parameter of a module by quantized numbers and scales. The class of the module changes, too.
 
     A module with stacked experts also gets the experts implementation "eager" in its copy of the configuration.
-
-    Args:
-        module: the module, changed in place.
-        name: name of the parameter in the module.
-        encoding: encoding of the parameter.
-        numbers: quantized numbers, on any device, in the shape and data type of `Encoding.parts`.
-        scales: scales of the numbers, in the shape and data type of `Encoding.parts`.
-        dtype: data type of the dequantized parameter.
     """
     if not isinstance(module, Quantized):
         cls: type = type(module)

@@ -29,17 +29,6 @@ def choose_encodings(
     Weights of linear layers, `Conv1D` and stacked experts are quantized; embeddings and the head only if the options
     say so. A shared weight is quantized only if it can be quantized in every module that shares it. Without a scheme,
     weights that are stored quantized stay quantized.
-
-    Args:
-        model: the model, on any device.
-        options: options of the caller; None for no quantization by Parallelformers.
-        tensors: plans of the tensors, by name.
-        blocks: paths of the modules from which patterns in `skip` may start.
-
-    Raises:
-        ParallelError: `skip` names no layer of the model, or the model is quantized already.
-        UnsupportedModelError: a weight that is stored quantized would become high precision, and the options do not
-            allow that.
     """
     stored, dequantize = _stored(model), options is not None and options.dequantize
     if options is not None and options.scheme is None:
@@ -82,12 +71,7 @@ def choose_encodings(
 
 
 def refuse_high_precision(model: str, reasons: Mapping[str, str]) -> NoReturn:
-    """Raise UnsupportedModelError for weights that are stored quantized but would be in high precision on the ranks.
-
-    Args:
-        model: class name of the model.
-        reasons: name of a weight → reason why the weight cannot stay quantized.
-    """
+    """Raise UnsupportedModelError for weights that are stored quantized but would be in high precision on the ranks."""
     layers = {pattern_of(name): f"{pattern_of(name)} ({why})" for name, why in reasons.items()}
     raise UnsupportedModelError(
         f"{model} is stored quantized, but ranks would have some weights in high precision:"
@@ -109,7 +93,6 @@ def border(model: nn.Module, options: QuantizeOptions | None) -> int:
 
 
 def is_stored_quantized(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter, not read yet, is stored as quantized numbers and scales."""
     return getattr(parameter, "is_quantized_within", False)
 
 
@@ -121,7 +104,6 @@ def _stored(model: nn.Module) -> dict[int, Encoding | None]:
 
 
 def _left_whole(model: nn.Module, options: QuantizeOptions, blocks: Sequence[str]) -> set[str]:
-    """Return the paths of the modules whose parameters stay in high precision by the caller's options."""
     paths = {id(module): path for path, module in model.named_modules()}
     left = _skipped(options.skip, list(paths.values()), blocks)
     if options.embeddings:
@@ -144,7 +126,6 @@ def _input_dim(module: nn.Module, name: str, ndim: int) -> int | None:
 
 
 def _skipped(patterns: Sequence[str], paths: Sequence[str], blocks: Sequence[str]) -> set[str]:
-    """Return the paths that match a pattern, and all paths beneath a matching path."""
     starts = [re.escape(f"{block}.") for block in blocks if block]
     above = f"({'|'.join(starts)})?"
     skipped: set[str] = set()

@@ -13,8 +13,8 @@ from parallelformers_ng.errors import PlacementError
 from parallelformers_ng.sharding.partition import Range
 from parallelformers_ng.sharding.tensors import all_tensors, dotted, owned_tensors
 
+# Sizes of a part's tensors: key → bytes. A key in several parts of one stage, such as a tied weight, counts once.
 Sizes = Mapping[Hashable, float]
-"""Sizes of a part's tensors: key → bytes. A key in several parts of one stage, such as a tied weight, counts once."""
 
 
 def units(model: nn.Module) -> list[str]:
@@ -43,11 +43,6 @@ def units(model: nn.Module) -> list[str]:
 
 
 def tensors_of(model: nn.Module, unit: str) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a unit from `units`, by their names in the model.
-
-    Raises:
-        AttributeError: the model has no such unit.
-    """
     path, _, name = unit.rpartition(".")
     own = {short: tensor for short, tensor, _ in owned_tensors(model.get_submodule(path))}
     if name in own:
@@ -59,23 +54,7 @@ def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: flo
     """Cut consecutive parts into runs, one for each device, so that the fullest device is as little full as possible.
 
     A device's fullness is its bytes divided by its share. Among equally good cuts, the cut with the least sum of
-    squared fullness is chosen.
-
-    Args:
-        parts: sizes of each part, in the model's order.
-        shares: fraction of the model for each device, sum 1.
-        everywhere: bytes that every device holds besides its parts.
-
-    Returns:
-        The range of parts of each device, at least one part.
-
-    Raises:
-        PlacementError: there are fewer parts than devices.
-
-    >>> find_stages([{0: 3}, {1: 1}, {2: 1}, {3: 1}], [0.5, 0.5])
-    [(0, 1), (1, 4)]
-    >>> find_stages([{each: 1} for each in range(8)], [0.25, 0.75])
-    [(0, 2), (2, 8)]
+    squared fullness is chosen. Every device also holds `everywhere` bytes, and gets at least one part.
     """
     count, stages = len(parts), len(shares)
     if count < stages:

@@ -33,11 +33,7 @@ class Stored(Rule):
 
 
 def store(draft: Draft, path: str, name: str, dim: int) -> None:
-    """Record in the draft a module's parameter or buffer that is sharded along `dim` and gathered at every read.
-
-    Raises:
-        PolicyError: the module has no such parameter or buffer, or the tensor is already cut in another way.
-    """
+    """Record in the draft a module's parameter or buffer that is sharded along `dim` and gathered at every read."""
     tensor = draft.tensor(dotted(path, name))
     if tensor is None:
         what = type(draft.modules[path]).__name__
@@ -55,13 +51,11 @@ class StoredInParts(ParallelLayer):
 
     A read is a collective, so all ranks must read the same tensor at the same time. Errors of a read are those of
     `Communicator.all_gather`.
-
-    Attributes:
-        stored: name of a tensor → its sharded dimension, and the size of that dimension on each rank.
     """
 
     takes_part = False
     gives_part = False
+    # name of a tensor → its sharded dimension, and the size of that dimension on each rank
     stored: Mapping[str, tuple[int, Sequence[int]]]
 
     @property

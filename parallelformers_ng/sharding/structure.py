@@ -19,37 +19,25 @@ from parallelformers_ng.sharding.tensors import dotted
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a module within a repeated block, which is the same for every repetition of the block.
+    """The place of a module within a repeated block, which is the same for every repetition of the block."""
 
-    Attributes:
-        block: class name of the innermost repeated block or `PreTrainedModel` that contains the module; without either,
-            the class name of the model.
-        path: dotted path beneath that block; "" for the block itself.
-    """
-
+    # class name of the innermost repeated block or `PreTrainedModel` that contains the module; without either, the
+    # class name of the model
     block: str
-    path: str
+    path: str  # dotted path beneath that block; "" for the block itself
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A Linear, Conv1D or Embedding that was called, and whose weight the outputs depend on.
+    """A Linear, Conv1D or Embedding that was called, and whose weight the outputs depend on."""
 
-    Attributes:
-        place: place of the module.
-        name: dotted path in the model.
-        inputs: number of inputs; for an Embedding, its rows.
-        outputs: number of outputs.
-        order: position of the end of the module's first call among the first calls of all modules, from `traced_calls`.
-        is_embedding: whether the layer is an Embedding.
-    """
-
-    place: Place
-    name: str
-    inputs: int
-    outputs: int
+    place: Place  # place of the module
+    name: str  # dotted path in the model
+    inputs: int  # number of inputs; for an Embedding, its rows
+    outputs: int  # number of outputs
+    # position of the end of the module's first call among the first calls of all modules, from `traced_calls`
     order: int
-    is_embedding: bool = False
+    is_embedding: bool = False  # whether the layer is an Embedding
 
 
 def places(model: nn.Module) -> dict[str, Place]:
@@ -73,7 +61,6 @@ def places(model: nn.Module) -> dict[str, Place]:
 
 
 def uses(model: nn.Module) -> Counter[int]:
-    """Return the number of modules that have each parameter of a model, by the parameter's `id`."""
     return Counter(id(p) for module in model.modules() for p in module._parameters.values())
 
 
@@ -100,12 +87,6 @@ def traced_calls(model: nn.Module) -> Iterator[dict[str, int]]:
 
 
 def called_layers(model: nn.Module, calls: dict[str, int], live: set[str]) -> list[Layer]:
-    """Return the called layers of kinds that can be cut, in the order of their first calls.
-
-    Args:
-        calls: name → order, from `traced_calls`.
-        live: names of the parameters that the outputs depend on.
-    """
     where = places(model)
     layers = []
     for name, module in model.named_modules():

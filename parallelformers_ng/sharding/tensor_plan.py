@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from parallelformers_ng.sharding.partition import Range, width_of
+from parallelformers_ng.sharding.tensors import dotted, owned_tensors
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of one tensor.
+    """One rank's part of one tensor."""
 
-    Attributes:
-        dim: the dimension that is cut, or None if the rank holds the whole tensor.
-        ranges: the ranges held along `dim`, in the order in which the rank concatenates them. Ranges may repeat.
-        zero: whether the rank holds zeros of that shape instead of values: for a bias that another rank adds, or for
-            the output rows of a rank without heads.
-    """
-
-    dim: int | None = None
+    dim: int | None = None  # the dimension that is cut, or None if the rank holds the whole tensor
+    # the ranges held along `dim`, in the order in which the rank concatenates them. Ranges may repeat.
     ranges: tuple[Range, ...] = ()
+    # whether the rank holds zeros of that shape instead of values: for a bias that another rank adds, or for the output
+    # rows of a rank without heads
     zero: bool = False
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
@@ -51,29 +50,20 @@ class Shard:
 
 WHOLE = Shard()
 ZERO = Shard(zero=True)
+Cut = tuple[tuple[Shard, ...], str]  # one shard for each rank, and the rule that made the shards
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The plan of one parameter or buffer.
+    """The plan of one parameter or buffer."""
 
-    Attributes:
-        name: dotted name of the tensor in the model.
-        shape: shape of the whole tensor.
-        dtype: data type on the ranks, after the cast.
-        shards: one `Shard` per rank.
-        storage: name of the stored tensor; tied tensors that are cut in the same way have the same storage name.
-        is_buffer: whether the tensor is a buffer, not a parameter.
-        rule: the policy rule that cut the tensor, for people; "" if the tensor stays whole.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    shards: tuple[Shard, ...]
-    storage: str
-    is_buffer: bool = False
-    rule: str = ""
+    name: str  # dotted name of the tensor in the model
+    shape: tuple[int, ...]  # shape of the whole tensor
+    dtype: torch.dtype  # data type on the ranks, after the cast
+    shards: tuple[Shard, ...]  # one `Shard` per rank
+    storage: str  # name of the stored tensor; tied tensors that are cut in the same way have the same storage name
+    is_buffer: bool = False  # whether the tensor is a buffer, not a parameter
+    rule: str = ""  # the policy rule that cut the tensor, for people; "" if the tensor stays whole
 
     @property
     def is_replicated(self) -> bool:
@@ -93,3 +83,22 @@ class TensorPlan:
 def bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Return the bytes of a tensor with a shape and a data type."""
     return math.prod(shape) * dtype.itemsize
+
+
+def plans_of_tensors(
+    model: nn.Module, cut_of: Callable[[str], Cut], dtype_of: Callable[[str, torch.Tensor, bool], torch.dtype]
+) -> dict[str, TensorPlan]:
+    """Plan every tensor of a model; tied tensors that are cut in the same way share their storage.
+
+    `dtype_of` gets the name, the tensor, and whether checkpoints hold it.
+    """
+    tensors: dict[str, TensorPlan] = {}
+    holders: dict[tuple[int, tuple[Shard, ...]], str] = {}
+    for path, module in model.named_modules():
+        for short, tensor, is_buffer in owned_tensors(module):
+            name = dotted(path, short)
+            shards, rule = cut_of(name)
+            dtype = dtype_of(name, tensor, short not in module._non_persistent_buffers_set)
+            storage = holders.setdefault((id(tensor), shards), name)
+            tensors[name] = TensorPlan(name, tuple(tensor.shape), dtype, shards, storage, is_buffer, rule)
+    return tensors

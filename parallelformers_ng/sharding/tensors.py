@@ -34,11 +34,7 @@ def owned_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]
 
 
 def get_tensor(model: nn.Module, name: str, is_buffer: bool) -> torch.Tensor:
-    """Return the parameter or buffer `name` as the model stores it; on a rank, this is the rank's shard.
-
-    Raises:
-        KeyError: the model has no such parameter or buffer.
-    """
+    """Return the parameter or buffer `name` as the model stores it; on a rank, this is the rank's shard."""
     owner, short = _owner(model, name)
     tensor = (owner._buffers if is_buffer else owner._parameters)[short]
     assert tensor is not None, f"{name} is None"
@@ -49,9 +45,6 @@ def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor, is_buffer: boo
     """Set the parameter or buffer `name`, without a check of its shape or data type.
 
     A new value of a parameter that is no `nn.Parameter` becomes one without gradient.
-
-    Raises:
-        KeyError: the model has no module for that name.
     """
     owner, short = _owner(model, name)
     if not is_buffer and not isinstance(tensor, nn.Parameter):

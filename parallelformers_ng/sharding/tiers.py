@@ -12,22 +12,16 @@ Place = Literal["device", "cpu", "disk"]
 
 @dataclass(frozen=True)
 class Tiers:
-    """The place of each layer's weights. Tensors outside of layers (embeddings, the head, buffers) are on the devices.
+    """The place of each layer's weights. Tensors outside of layers (embeddings, head, buffers) are on the devices."""
 
-    Attributes:
-        layers: path of each layer that may be off the devices → names of its stored tensors, in the model's order.
-        places: for each rank, path of a layer of which the rank holds a part → place of that part.
-        is_cuda: whether the ranks compute on CUDA devices; if so, weights in RAM are copied to the devices.
-        folder: folder for files of weights on disk; None if the caller gave no folder, and no weights are on disk.
-    """
-
+    # path of each layer that may be off the devices → names of its stored tensors, in the model's order
     layers: dict[str, list[str]]
-    places: list[dict[str, Place]]
-    is_cuda: bool
+    places: list[dict[str, Place]]  # for each rank, path of a layer of which the rank holds a part → place of that part
+    is_cuda: bool  # whether the ranks compute on CUDA devices; if so, weights in RAM are copied to the devices
+    # folder for files of weights on disk; None if the caller gave no folder, and no weights are on disk
     folder: str | None
 
     def place(self, name: str, rank: int) -> Place:
-        """Return the place of a stored tensor for a rank."""
         path = self._layer_of.get(name)
         return "device" if path is None else self.places[rank].get(path, "device")
 

@@ -22,29 +22,18 @@ from parallelformers_ng.sharding.tensors import dotted, is_within
 
 @dataclass(frozen=True)
 class CutUnit:
-    """Rules that are applied together or not at all.
+    """Rules that are applied together or not at all."""
 
-    Attributes:
-        paths: paths of the rules beneath the block, in the policy's order.
-        root: path beneath the block of the smallest module that contains all layers of the rules.
-        others: roots of the policy's other units, except "" and `root`.
-        is_attention: whether the unit is counted in heads.
-    """
-
-    paths: tuple[str, ...]
-    root: str
-    others: tuple[str, ...] = ()
-    is_attention: bool = False
+    paths: tuple[str, ...]  # paths of the rules beneath the block, in the policy's order
+    root: str  # path beneath the block of the smallest module that contains all layers of the rules
+    others: tuple[str, ...] = ()  # roots of the policy's other units, except "" and `root`
+    is_attention: bool = False  # whether the unit is counted in heads
 
     def not_stock(self, draft: Draft, block: str, layers: Iterable[str]) -> str:
         """Return the name and the code of a module that computes on parts and runs foreign code; "" if there is none.
 
-        Args:
-            draft: draft of the model.
-            block: dotted path of the block in the model.
-            layers: dotted paths that the rules name, of layers and tensors; paths that the model does not have are
-                ignored. Layers are checked even if a proof has run their code: a partial sum may exceed a bound that
-                the twin's numbers never reach.
+        Layers are checked even if a proof has run their code: a partial sum may exceed a bound that the twin's numbers
+        never reach.
         """
         root = dotted(block, self.root)
         others = [dotted(block, other) for other in self.others]
@@ -60,7 +49,6 @@ class CutUnit:
 
 
 def sees_part(plan: ShardPlan, path: str) -> bool:
-    """Return whether a module of a sharded model computes on one rank's part of a result."""
     return any(
         root in plan.units and not any(is_within(path, other) for other in plan.units[root]) for root in and_above(path)
     )
@@ -75,11 +63,7 @@ def and_above(path: str) -> Iterator[str]:
 
 
 def units_of(policy: type[Policy], heads: Collection[str]) -> list[CutUnit]:
-    """Split the rules of a policy into units: one unit for each attention, and one unit for all other rules.
-
-    Args:
-        heads: paths of the `Heads` rules that apply to the block.
-    """
+    """Split the rules of a policy into units: one unit for each attention, and one unit for all other rules."""
     groups: dict[str, list[str]] = {}
     for path, rule in policy.plan.items():
         groups.setdefault(attention_of(path, rule, heads), []).append(path)
@@ -105,7 +89,6 @@ def attention_of(path: str, rule: Rule, heads: Iterable[str]) -> str:
 
 
 def _common_root(paths: Sequence[str]) -> str:
-    """Return the path of the smallest module that contains all layers at `paths` and calls them."""
     parents = [p if any(is_within(o, p) for o in paths if o != p) else p.rpartition(".")[0] for p in paths]
     split = [path.split(".") if path else [] for path in parents]
     common: list[str] = []

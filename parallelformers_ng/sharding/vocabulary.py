@@ -27,18 +27,13 @@ class VocabularyParallelEmbedding(ParallelLayer):
     Megatron-LM cuts embeddings in the same way (arXiv:1909.08053, §3). `forward` takes ids `[…]` of an integer type,
     and returns vectors `[…, width]`, equal on all ranks. On CPU, `forward` raises IndexError for an id outside the
     vocabulary. On other devices the request fails at its end; see `look_ups`.
-
-    Attributes:
-        first_row: first id of this rank.
-        row_count: number of this rank's rows, possibly 0.
-        gathered_sizes: number of rows of each rank; the sum is the size of the vocabulary.
     """
 
     takes_part = False
     gives_part = False
-    first_row: int
-    row_count: int
-    gathered_sizes: Sequence[int]
+    first_row: int  # first id of this rank
+    row_count: int  # number of this rank's rows, possibly 0
+    gathered_sizes: Sequence[int]  # number of rows of each rank; the sum is the size of the vocabulary
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         input, low, high = self._in_range(input)
@@ -60,11 +55,7 @@ class VocabularyParallelEmbedding(ParallelLayer):
 
     def _in_range(self, ids: torch.Tensor) -> tuple[torch.Tensor, int, int]:
         """Check ids, because an id outside the vocabulary would give zeros on every rank. On CPU and in compiled code
-        such an id is an error; on other devices it is clamped and recorded.
-
-        Returns:
-            The ids, and bounds of them: their minimum and maximum on CPU, otherwise those of the vocabulary.
-        """
+        such an id is an error; on other devices it is clamped and recorded."""
         size = sum(self.gathered_sizes)
         if is_compiling():
             torch._assert_async(((ids >= 0) & (ids < size)).all())
@@ -102,17 +93,7 @@ class Vocabulary(Rule):
 
 
 def cut_rows(draft: Draft, path: str, cls: type[ParallelLayer], rule: str = "") -> None:
-    """Record in the draft each rank's rows of an embedding or an output head.
-
-    Args:
-        draft: draft to extend.
-        path: dotted path of the module.
-        cls: parallel layer that the module becomes.
-        rule: name of the rule in the plan; "" for the name of the rule in `draft.who`.
-
-    Raises:
-        PolicyError: a tensor of the layer is already cut in another way.
-    """
+    """Record in the draft each rank's rows of an embedding or an output head."""
     module: Any = draft.modules[path]
     ranges = cut_width(module.weight.shape[0], ["column"], [], draft.world_size, shares=draft.row_shares)
     for name in ("weight", "bias"):

@@ -29,7 +29,6 @@ class Alone(Enum):
 
 
 def alone(plan: ShardPlan, path: str) -> Alone:
-    """Return the kind of result of the module at `path`, from the parallel layers beneath it."""
     cut = [layer for layer in plan.layers if is_within(layer.path, path)]
     layers = [layer for layer in cut if layer.cls is not StoredInParts]  # such a layer gathers its parameters
     whole = [layer.path for layer in layers if not layer.takes_part and not layer.gives_part]
@@ -52,15 +51,6 @@ def check_is_whole(output: Any, communicator: Communicator, path: str) -> None:
     """Compare the ranks' results of a module that was called alone. All ranks must call this function together.
 
     About 4096 numbers of each tensor are compared, with a relative tolerance of 1e-3.
-
-    Args:
-        output: result of the module on this rank: a tensor, or nested containers with tensors.
-        communicator: communicator of all ranks.
-        path: dotted path of the module, for the error message.
-
-    Raises:
-        ParallelError: the results of the ranks differ. Every rank raises this error.
-        CollectiveAbortedError, DivergedError: see `Communicator.all_gather`.
     """
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     if not tensors:
@@ -79,7 +69,6 @@ def check_is_whole(output: Any, communicator: Communicator, path: str) -> None:
 
 
 def part_refusal(path: str) -> str:
-    """Return the error message for a module that cannot be called alone."""
     return (
         f"{path} is cut: called alone it would take or give only each worker's part of a result. Call a module above"
         f" {path}, or deparallelize() first"
@@ -97,7 +86,6 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _cut_outside_layers(plan: ShardPlan, path: str, layers: list[str]) -> bool:
-    """Return whether any tensor beneath `path`, outside of `layers`, is cut."""
     return any(
         not tensor.is_replicated and not any(is_within(name, layer) for layer in layers)
         for name, tensor in plan.tensors.items()

@@ -10,7 +10,6 @@ from parallelformers_ng.sharding.tensor_plan import TensorPlan
 
 
 def pattern_of(name: str) -> str:
-    """Return a tensor's name with `*` for layer numbers, so that tensors of the same kind share one name."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
