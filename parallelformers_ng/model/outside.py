@@ -50,7 +50,7 @@ class OutsideWeights:
                 )
         return [
             (*key, value)
-            for key, (value, tensors, contents) in self.known.items()
+            for key, (value, tensors, contents) in [*self.known.items()]  # another call may put a value meanwhile
             if [*map(_content, tensors)] != contents
         ]
 
