@@ -26,12 +26,14 @@ INSTALL_APART = -m pip install --quiet --no-deps -r requirements-apart.txt --upg
 INSTALL_OLDEST_TRITON = -m pip install --quiet --no-deps triton -c constraints/oldest.txt --upgrade --target
 ECOSYSTEM := .venv-ecosystem
 DOCS := .venv-docs
+DIST := .venv-dist
+TRY := .venv-try
 CUDA := .venv-cuda
 
 MODEL ?= examples/demo_model
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo train-demo test test-all page quality format bench gpu zoo ecosystem ecosystem-lock images docs clean cuda-build
+.PHONY: help setup demo train-demo test test-all page quality format bench gpu zoo ecosystem ecosystem-lock images docs dist dist-try clean cuda-build
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -141,7 +143,22 @@ $(DOCS)/.installed: requirements-docs.txt
 	@$(DOCS)/bin/python -m pip install $(if $(CI),--quiet) -r requirements-docs.txt
 	@touch $@
 
+dist: $(DIST)/.installed ## build the source archive and a wheel for each Python of the machine into dist/, and check them (MINORS="11 12")
+	@bash release/build.sh $(DIST)/bin/python
+
+$(DIST)/.installed: requirements-dist.txt
+	@$(MAKE) --no-print-directory VENV=$(DIST) $(DIST)/bin/python
+	@$(DIST)/bin/python -m pip install $(if $(CI),--quiet) -r requirements-dist.txt
+	@touch $@
+
+dist-try: ## install a wheel of dist/ in a new environment without a compiler: demo, a killed worker, the server (PYTHON=python3.12)
+	@rm -rf $(TRY)
+	@$(MAKE) --no-print-directory VENV=$(TRY) $(TRY)/bin/python
+	@$(TRY)/bin/python -m pip install $(if $(CI),--quiet) --no-index --find-links dist --no-deps parallelformers-ng
+	@$(TRY)/bin/python -m pip install $(if $(CI),--quiet) -c $(CONSTRAINTS) --find-links dist 'parallelformers-ng[serve]'
+	@$(TRY)/bin/python -P release/try_wheel.py
+
 clean: ## remove .venv, caches and built files
-	@rm -rf $(VENV) $(ECOSYSTEM) $(DOCS) $(CUDA) build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	@rm -rf $(VENV) $(ECOSYSTEM) $(DOCS) $(DIST) $(TRY) $(CUDA) build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@find parallelformers_ng -name '*.so' -delete
