@@ -33,7 +33,7 @@ CUDA := .venv-cuda
 MODEL ?= examples/demo_model
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo train-demo test test-all page quality format bench gpu zoo ecosystem ecosystem-lock images docs dist dist-try clean cuda-build
+.PHONY: help setup demo train-demo test test-rest test-all page quality format bench gpu zoo ecosystem ecosystem-lock images docs dist dist-try clean cuda-build
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -64,11 +64,18 @@ demo: setup ## generate whole and on two workers, compare the tokens (MODEL=path
 train-demo: setup ## train the demo's model anew, a quarter of an hour (TRAIN_ARGS=--threads 4)
 	@$(PY) examples/train_demo_model.py $(TRAIN_ARGS)
 
-test: setup ## run the tests but the slow ones, two files at a time (PYTEST_ARGS='-k plan -x')
-	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow' $(PYTEST_ARGS)
+# Two files at a time. Only the files of the table are collected: collecting all takes half a minute.
+PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+QUICK = -m quick $$(sed -n 's|^\([a-z_/0-9]*[.py]*\).*|tests/\1|p' tests/quick.txt | grep -v '^tests/$$' | sort -u)
+
+test: setup ## run tests of every room, those of tests/quick.txt; or all of one folder but the slow ones (ROOM=wire, PYTEST_ARGS='-k plan -x')
+	@$(PYTEST) $(if $(ROOM),-m 'not slow' tests/$(ROOM),$(QUICK)) $(PYTEST_ARGS)
+
+test-rest: setup ## run what `make test` leaves, but the slow tests
+	@$(PYTEST) -m 'not quick and not slow' $(PYTEST_ARGS)
 
 test-all: setup ## run all tests: also servers, scripts that are killed, installations
-	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	@$(PYTEST) $(PYTEST_ARGS)
 
 page: setup ## the server's page in Chromium, which it installs if it may (Debian)
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || apt-get install -y --no-install-recommends chromium

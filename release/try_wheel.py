@@ -40,7 +40,7 @@ def restart() -> None:
     from transformers import AutoModelForCausalLM
 
     from parallelformers_ng import GroupError, parallelize
-    from parallelformers_ng.model.deployment import deployment_of
+    from parallelformers_ng.model.parallelized import deployment_of
 
     model = AutoModelForCausalLM.from_pretrained(MODEL)
     prompt = {"input_ids": torch.tensor([[5, 6, 7]]), "max_new_tokens": 8, "do_sample": False}

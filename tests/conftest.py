@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from parallelformers_ng import start_group
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.worker.preload import IMPORTS
 from tests.helpers.apart import find_packages
+from tests.helpers.quick import quick_tests
 from tests.helpers.rank_group import RankGroup
 
 torch.set_num_threads(1)
@@ -42,7 +44,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the longest files first, so that two processes sharing the files end together."""
+    """Mark the tests of `quick.txt`. Sort the longest files first, so that two processes sharing the files end
+    together."""
+    table = quick_tests()
+    for item in items:
+        file, _, case = item.nodeid.removeprefix("tests/").partition("::")
+        names = {*map(str, Path(file).parents), file, f"{file}::{case.partition('[')[0]}", f"{file}::{case}"}
+        if not names.isdisjoint(table) and item.get_closest_marker("slow") is None:
+            item.add_marker("quick")
     order = {f"test_{name}.py": number for number, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
