@@ -24,6 +24,7 @@ from parallelformers_ng.generation.object_state import Changes, Given
 from parallelformers_ng.live_code.packing import by_value as pickled_by_value
 from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickler
 from parallelformers_ng.wire.frame import Handle
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 Kind = Literal["_forward_hooks", "_forward_pre_hooks"]
 LIBRARIES = ("torch.", "transformers.")
@@ -115,6 +116,7 @@ def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any], followed: Gi
     except ParallelError:
         raise
     except Exception as error:  # reducers are foreign code and may raise any error
+        raise_if_of_handler(error)
         culprit = next((hook for hook in hooks if not _is_portable(model, hook)), hooks[0])
         raise ParallelError(
             f"the forward hook {described(culprit.call)} of {culprit.path or 'the model'} cannot be sent to the"
@@ -154,7 +156,8 @@ def _is_portable(model: nn.Module, hook: Hook) -> bool:
     try:
         with _by_value([hook]):
             _HookPickler(io.BytesIO(), model, [], [], set()).dump(hook)
-    except Exception:  # any error: this function locates the hook that fails
+    except Exception as error:  # any error: this function locates the hook that fails
+        raise_if_of_handler(error)
         return False
     return True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import hashlib
 import marshal
@@ -18,6 +17,7 @@ import torch
 from parallelformers_ng.live_code.functions import contents_of, function_behind
 from parallelformers_ng.live_code.reach import LIBRARIES, package_of
 from parallelformers_ng.live_code.state import attributes_of, in_slots
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 _LARGEST = 1 << 20
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), torch.dtype, torch.device)
@@ -99,8 +99,10 @@ def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
     else:
         hasher.update(str(getattr(value, "__qualname__", type(value).__qualname__)).encode())
         if type(value).__module__.partition(".")[0] in sys.stdlib_module_names - {"builtins"} and not callable(value):
-            with contextlib.suppress(Exception):  # a lock, for example; reducers may raise any exception
+            try:
                 hasher.update(pickle.dumps(value, 5))  # of a decimal, an ordered dictionary, a pattern
+            except Exception as error:  # a lock, for example; reducers may raise any exception
+                raise_if_of_handler(error)
 
 
 def _in_slots(value: Any) -> dict[str, Any] | None:

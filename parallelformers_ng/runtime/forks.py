@@ -29,6 +29,7 @@ from parallelformers_ng.runtime.spawn import (
     module_path,
     send_signal,
 )
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 log = logging.getLogger("parallelformers_ng")
 
@@ -213,6 +214,7 @@ def running(imports: str | None = None) -> ForkServer | None:
         try:
             _newest = ForkServer(inheritance, imports or _LEAST)
         except Exception as error:
+            raise_if_of_handler(error)
             log.debug("the fork server could not be started: %s", error)
             return None
         return _newest

@@ -38,7 +38,7 @@ from parallelformers_ng.wire.frame import (
     own_copy,
     write_memfd,
 )
-from parallelformers_ng.wire.signal_handlers import is_of_handler
+from parallelformers_ng.wire.signal_handlers import is_of_handler, raise_if_of_handler
 
 TENSOR_CLASSES: set[type] = {torch.Tensor}
 """Tensor classes that can be sent as bytes, data type and shape alone."""
@@ -96,8 +96,7 @@ def encode(value: Any, place: str = "") -> Encoded:
     except NotPortableError:
         raise
     except Exception as error:  # reducers are foreign code and may raise anything
-        if is_of_handler(error):
-            raise
+        raise_if_of_handler(error)
         raise _not_portable(value, place, error) from error
     if len(pickler.fds) >= MAX_DESCRIPTORS or len(pickler.outside) > MAX_OUTSIDE:
         raise NotPortableError(
@@ -375,7 +374,8 @@ def _not_portable(value: Any, place: str, error: Exception) -> NotPortableError:
 def _is_portable(value: Any) -> bool:
     try:
         _MessagePickler(io.BytesIO()).dump(value)
-    except Exception:  # the failure that `_not_portable` searches for
+    except Exception as error:  # the failure that `_not_portable` searches for
+        raise_if_of_handler(error)
         return False
     return True
 

@@ -11,3 +11,9 @@ def is_of_handler(error: BaseException) -> bool:
     handlers = [*filter(callable, map(signal.getsignal, signal.valid_signals()))]
     codes = {getattr(each, "__code__", getattr(type(each).__call__, "__code__", None)) for each in handlers}
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def raise_if_of_handler(error: Exception) -> None:
+    """Raise the exception again if a signal handler of the program raised it: for code that expects any exception."""
+    if is_of_handler(error):
+        raise error
