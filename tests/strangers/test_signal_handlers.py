@@ -34,7 +34,7 @@ def handler() -> Iterator[None]:
     signal.signal(signal.SIGUSR1, before)
 
 
-def strike(*_: Any, **__: Any) -> Any:
+def strike(*_: Any) -> Any:
     os.kill(os.getpid(), signal.SIGUSR1)
 
 
@@ -48,7 +48,8 @@ class Struck:
 
 
 class Striking(LlamaForCausalLM):
-    forward = strike
+    def forward(self, input_ids: Any = None, **others: Any) -> Any:
+        strike()
 
 
 def test_searches_for_policies_are_interrupted() -> None:
