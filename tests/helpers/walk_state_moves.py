@@ -8,14 +8,14 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from parallelformers_ng.errors import GroupError, StateLostError
+from parallelformers_ng.errors import GroupError, StateLostError, WorkerError
 from parallelformers_ng.model.parallelized import deployment_of, is_parallelized
 from tests.helpers.patience import await_incarnation, kill
 from tests.helpers.walk_models import STATE
@@ -49,6 +49,15 @@ class Slow:
         self.count += 1
         time.sleep(self.seconds)
         return scores
+
+
+@contextlib.contextmanager
+def not_of_code() -> Iterator[None]:
+    """Turn a GroupError that an exception of the model's code is, too, into this exception's other type."""
+    try:
+        yield
+    except WorkerError as error:
+        raise type(error).__bases__[-1](str(error)) from error
 
 
 class StateMoves:
@@ -136,7 +145,7 @@ class StateMoves:
                 if waits:
                     await_incarnation(model, restarts + 1)
                 else:
-                    with contextlib.suppress(GroupError):
+                    with contextlib.suppress(GroupError), not_of_code():
                         return call(model)
             return call(model)
 
@@ -161,7 +170,8 @@ class StateMoves:
                 killer = threading.Timer(seconds, kill, [pids[rank]])
                 killer.start()
                 try:
-                    return call()
+                    with not_of_code():
+                        return call()
                 except GroupError:
                     assert slow.count == 0
                 finally:
