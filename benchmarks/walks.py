@@ -15,7 +15,8 @@ from collections import Counter
 from tqdm import tqdm
 
 from parallelformers_ng import parallelize
-from tests.helpers.walks import MODELS, Walk
+from tests.helpers.walk_models import MODELS
+from tests.helpers.walks import Walk
 
 
 def main() -> int:
@@ -31,14 +32,16 @@ def main() -> int:
     again = functools.partial(parallelize, num_gpus=args.ranks, workers={"device": "cpu", "max_restarts": 1000})
     for seed in tqdm(range(args.first, args.first + args.walks), desc="walks", disable=not sys.stderr.isatty()):
         name = names[seed % len(names)]
-        make, inputs = MODELS[name]
-        walk = Walk(make, inputs(), seed, again)
+        walk = Walk(name, seed, again)
         try:
             walk.run(args.steps)
         except Exception:
             failed += 1
-            print(f"walk {seed} ({name}) failed after: {'; '.join(walk.steps[-6:])}")
+            print(f"walk {seed} ({name}) failed after: {'; '.join(walk.steps[-6:])}", flush=True)
             traceback.print_exc()
+            walk.abandon()
+        else:
+            print(f"walk {seed} ({name}): {len(walk.steps)} steps, {walk.refused} refused in words", flush=True)
         taken += len(walk.steps)
         refused += walk.refused
         moves += walk.taken

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from parallelformers_ng.autopolicy.sample_inputs import DECODER_LENGTH, SampleInputs
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 _CROSS = re.compile(
     r"encoder_attn|cross_?attn|cross_?attention|encoder_decoder_attention|EncDecAttention", re.IGNORECASE
@@ -113,7 +114,8 @@ def _tokens_of(method: Any, arguments: dict[str, Any]) -> int:
     try:
         with torch.no_grad():
             features = method(**{name: value for name, value in arguments.items() if free or name in accepted})
-    except Exception:  # the model's own code may raise any exception on inputs of another format
+    except Exception as error:  # the model's own code may raise any exception on inputs of another format
+        raise_if_of_handler(error)
         return 0
     features = getattr(features, "pooler_output", features)
     pieces = list(features) if isinstance(features, (list, tuple)) else [features]

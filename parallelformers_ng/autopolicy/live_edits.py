@@ -21,6 +21,7 @@ from parallelformers_ng.live_code.replaced import changed_settings, is_setting
 from parallelformers_ng.live_code.state import State, holds_module
 from parallelformers_ng.live_code.stock import foreign_modules, functions_of, is_of_program, is_stock, words_of_program
 from parallelformers_ng.sharding.attributes import REMOVED
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 _TABLES = frozenset(vars(nn.Module())) | {"training"}
 _NAMES = ("_parameters", "_buffers", "_modules")
@@ -61,7 +62,8 @@ class _Edit:
 def _copied(module: nn.Module) -> nn.Module | None:
     try:
         return copy.deepcopy(module)
-    except Exception:  # copying an attribute of the program may raise any exception
+    except Exception as error:  # copying an attribute of the program may raise any exception
+        raise_if_of_handler(error)
         return None
 
 
@@ -175,7 +177,8 @@ def _isolated(function: Any) -> Any:
         return function
     try:
         return cloudpickle.loads(cloudpickle.dumps(function))
-    except Exception:  # reducers of the program may raise any exception
+    except Exception as error:  # reducers of the program may raise any exception
+        raise_if_of_handler(error)
         return function
 
 

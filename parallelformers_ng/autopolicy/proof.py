@@ -22,6 +22,7 @@ from parallelformers_ng.options import QuantizeOptions
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.policy import Selection
 from parallelformers_ng.sharding.rules import Policy
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 
 @dataclass
@@ -136,6 +137,7 @@ def _search(
     except UnsupportedModelError as error:
         return error
     except Exception as error:  # modelling code may raise any exception on a small sharded model
+        raise_if_of_handler(error)
         text = (
             f"no policy knows {type(model).__name__}, and none could be inferred: the search ended with"
             f" {type(error).__name__}: {error}. Write a policy (POLICY.md shows how), or report this error"

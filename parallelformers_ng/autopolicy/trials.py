@@ -24,6 +24,7 @@ from parallelformers_ng.sharding.policy import Selection
 from parallelformers_ng.sharding.rules import Rule
 from parallelformers_ng.sharding.structure import tensors
 from parallelformers_ng.sharding.tensor_plan import TensorPlan
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 T = TypeVar("T")
 Choice = tuple[Proposal, dict[str, Rule]]  # a proposal, and the variant of its rules to try
@@ -68,6 +69,7 @@ class Trials:
             probes = comparable_probes(self.twin, plan)
             results = on_each_rank(self.twin.model, plan, lambda share: _outputs(share, probes))
         except Exception as error:  # a wrong rule may fail anywhere in the modelling code
+            raise_if_of_handler(error)
             self.failure = in_short(error)
             return False
         expected = [probe.expected for probe in probes]
@@ -110,6 +112,7 @@ class Trials:
                     self.failure = "its greedy tokens are random"
                     return None
         except Exception as error:  # `generate` may need more inputs than the forward
+            raise_if_of_handler(error)
             self.failure = in_short(error)
             return None
         return inputs, outputs
@@ -122,6 +125,7 @@ class Trials:
             plan = self.plan(choices, vocabulary)
             results = on_each_rank(self.twin.model, plan, lambda share: _generate(share, inputs))
         except Exception as error:  # a wrong rule may fail anywhere in the modelling code
+            raise_if_of_handler(error)
             self.failure = in_short(error)
             return False
         self.failure = "its tokens differ"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import time
@@ -25,6 +24,7 @@ from parallelformers_ng.autopolicy.twin import Twin, in_short
 from parallelformers_ng.autopolicy.twin_observation import DRAWS, observe, observe_single_layers
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.live_code.replaced import built_on_meta
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 _COMFORTABLE = 8_000_000
 _LARGEST = 60_000_000
@@ -68,6 +68,7 @@ def make_twin(
         try:
             twin = observe(model, seed + 1)
         except Exception as error:  # modelling code may raise any exception if the model is too small
+            raise_if_of_handler(error)
             failures.append(in_short(error))
             continue
         if twin.runs_whole:
@@ -139,6 +140,7 @@ def _models(
                     continue
                 model = build_tiny(cls, small, attention, seed, largest)
             except Exception as error:  # modelling code that refuses this size may accept the next size
+                raise_if_of_handler(error)
                 failures.append(in_short(error))
                 continue
             if model is None:
@@ -182,9 +184,12 @@ def _accepted_on_meta(skeleton: PreTrainedModel, only: int | None = None) -> int
             if only not in (None, number):
                 continue
             on_meta = {n: a.to("meta") if isinstance(a, torch.Tensor) else a for n, a in arguments.items()}
-            with contextlib.suppress(Exception):  # modelling code may raise any exception on inputs that it refuses
+            try:
                 skeleton(**on_meta)
-                return number
+            except Exception as error:  # modelling code may raise any exception on inputs that it refuses
+                raise_if_of_handler(error)
+                continue
+            return number
     return None
 
 

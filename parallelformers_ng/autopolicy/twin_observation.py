@@ -17,6 +17,7 @@ from parallelformers_ng.autopolicy.own_draws import OwnDraws
 from parallelformers_ng.autopolicy.single_layers import single_layers
 from parallelformers_ng.autopolicy.twin import Twin, TwinProbe, equal, in_short, run, sharing_copy
 from parallelformers_ng.sharding.structure import dotted, traced_calls
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 DRAWS = "its forward draws random numbers: two runs differ"
 _SECONDS = 4.0  # seconds of processor time after which each part is tried only on the first inputs
@@ -99,6 +100,7 @@ class _Observer:
             with OwnDraws(1), torch.no_grad():
                 again = run(part, inputs)
         except Exception as error:  # modelling code may raise any exception on inputs that it refuses
+            raise_if_of_handler(error)
             return in_short(error)
         floats = [o for o in outputs if o.is_floating_point()]
         if not floats or not any(o.isfinite().any() and o.numel() for o in floats):

@@ -29,6 +29,7 @@ from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.quantized import quantize_modules
 from parallelformers_ng.sharding.tensors import get_tensor
 from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickler
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 
 class Skeleton:
@@ -65,6 +66,7 @@ class Skeleton:
             with by_value(modules):
                 _SkeletonPickler(buffer, reference).dump(model)
         except Exception as error:
+            raise_if_of_handler(error)
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot be sent to the workers: {error}. An attribute of the model (a lock,"
                 " an open file) cannot be copied; remove that attribute before parallelize"

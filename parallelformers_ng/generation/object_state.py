@@ -29,6 +29,7 @@ from parallelformers_ng.origins import is_library
 from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickler
 from parallelformers_ng.wire.frame import Handle
 from parallelformers_ng.wire.message import TENSOR_CLASSES
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 _ALL = object()
 # Event of rank 0: the ranks have written the latest update of the caller's objects to their copies.
@@ -201,7 +202,8 @@ class ObjectState:
     def _digest(self, value: Any) -> bytes:
         try:
             return self._pickled(value, None)
-        except Exception:  # reducers are foreign code and may raise anything; then the identity counts
+        except Exception as error:  # reducers are foreign code and may raise anything; then the identity counts
+            raise_if_of_handler(error)
             return b""
 
     def _differs(self, now: Any, before: Any) -> bool:
@@ -238,6 +240,7 @@ class ObjectState:
         try:
             return Changes(self._pickled(changed_parts, tensors), tensors)
         except Exception as error:  # reducers are foreign code and may raise anything
+            raise_if_of_handler(error)
             names = ", ".join(sorted({type(self.parts[number]).__qualname__ for number in changed_parts}))
             raise ParallelError(
                 f"what this call changed in its arguments ({names}) cannot be copied between the workers and this"

@@ -24,6 +24,7 @@ from parallelformers_ng.live_code.packing import by_value as pickled_by_value
 from parallelformers_ng.origins import CORE, is_library
 from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickler
 from parallelformers_ng.wire.frame import Handle
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 Kind = Literal["_forward_hooks", "_forward_pre_hooks"]
 HookChanges = tuple[Changes | None, dict[tuple[str, str], Any], list[int]]
@@ -94,6 +95,7 @@ def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any], followed: Gi
     except ParallelError:
         raise
     except Exception as error:  # reducers are foreign code and may raise any error
+        raise_if_of_handler(error)
         culprit = next((hook for hook in hooks if not _is_portable(model, hook)), hooks[0])
         raise ParallelError(
             f"the forward hook {described(culprit.call)} of {culprit.path or 'the model'} cannot be sent to the"
@@ -123,7 +125,8 @@ def described(hook: Any) -> str:
 def _is_portable(model: nn.Module, hook: Hook) -> bool:
     try:
         _pickled(model, [hook], [], [])
-    except Exception:  # any error: this function locates the hook that fails
+    except Exception as error:  # any error: this function locates the hook that fails
+        raise_if_of_handler(error)
         return False
     return True
 

@@ -19,6 +19,7 @@ from parallelformers_ng.hosts.launcher import Check, Launcher
 from parallelformers_ng.hosts.ray_actor import Agent, reserved_devices
 from parallelformers_ng.options import RayOptions
 from parallelformers_ng.wire.meeting import Listener
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 _WAIT_SECONDS = 0.2  # interval of checking whether Ray is ready
 _GOODBYE_SECONDS = 5.0  # time that agents get to end by themselves
@@ -156,6 +157,7 @@ class RayHosts(Launcher):
             try:
                 self._ray.get(ended)
             except Exception as error:  # from its process, environment or host
+                raise_if_of_handler(error)
                 raise StartupError(f"the agent on {self._serving[ended]} ended: {error}") from error
 
     def close(self, patient: bool) -> None:

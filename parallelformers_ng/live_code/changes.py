@@ -19,6 +19,7 @@ from parallelformers_ng.live_code.packing import CodeChanges, Digests
 from parallelformers_ng.live_code.reach import Slot, module_of, package_named_in, reach, scopes_of
 from parallelformers_ng.origins import CORE, package_of
 from parallelformers_ng.wire.by_value import ReferenceUnpickler
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 # Digest of a place that has no value.
 ABSENT = b""
@@ -174,6 +175,7 @@ def _holder_of(place: str) -> tuple[Any, str]:
     try:
         module = importlib.import_module(name)
     except Exception as error:  # an import runs the module's code, which may raise any error
+        raise_if_of_handler(error)
         raise ImportError(f"{name} cannot be imported here: {error}") from error
     if path.endswith("]"):
         path, _, key = path[:-1].partition("[")

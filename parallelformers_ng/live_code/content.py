@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -19,6 +18,7 @@ import torch
 
 from parallelformers_ng.live_code.functions import contents_of, function_behind
 from parallelformers_ng.live_code.object_graph import attributes_of
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 _LARGEST = 1 << 20
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), torch.dtype, torch.device)
@@ -96,8 +96,10 @@ def _described(value: Any) -> tuple[bytes, Iterable[Any]]:
         return type(value).__qualname__.encode(), (public,)
     text = str(getattr(value, "__qualname__", type(value).__qualname__)).encode()
     if type(value).__module__.partition(".")[0] in sys.stdlib_module_names - {"builtins"} and not callable(value):
-        with contextlib.suppress(Exception):  # a lock, for example; reducers may raise any exception
+        try:
             text += pickle.dumps(value, 5)  # of a decimal, a pattern
+        except Exception as error:  # a lock, for example; reducers may raise any exception
+            raise_if_of_handler(error)
     return text, ()
 
 

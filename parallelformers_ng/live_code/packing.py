@@ -18,6 +18,7 @@ from parallelformers_ng.live_code.content import digest
 from parallelformers_ng.live_code.reach import Slot, module_of
 from parallelformers_ng.origins import is_library
 from parallelformers_ng.wire.by_value import ByValuePickler
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 # Name of a place → digest of its value.
 Digests = dict[str, bytes]
@@ -55,6 +56,7 @@ def pack(slots: Mapping[str, Slot], imported: Digests, modules: Collection[str])
         with by_value(modules):
             data = _pickled(values, imported)
     except Exception as error:  # reducers are foreign code and raise anything
+        raise_if_of_handler(error)
         place = next((place for place, value in values.items() if not _is_portable(place, value, imported)), "")
         raise NotPortableError(
             f"{place.replace(':', '.')} was changed by this program, and the change cannot be sent to the workers:"
@@ -123,6 +125,7 @@ def _pickled(values: Mapping[str, Any], imported: Digests) -> bytes:
 def _is_portable(place: str, value: Any, imported: Digests) -> bool:
     try:
         _pickled({place: value}, imported)
-    except Exception:  # reducers are foreign code and raise anything
+    except Exception as error:  # reducers are foreign code and raise anything
+        raise_if_of_handler(error)
         return False
     return True

@@ -20,6 +20,7 @@ from parallelformers_ng.live_code.functions import functions_in, names_in
 from parallelformers_ng.live_code.object_graph import attributes_of
 from parallelformers_ng.live_code.state import holds_module
 from parallelformers_ng.origins import package_of
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 PLAIN_LAYERS = (nn.Linear, nn.Embedding, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # Kinds of modules that models often have, and that may read all columns.
@@ -131,5 +132,6 @@ def built_on_meta(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTr
     try:
         with torch.device("meta"):
             return cls._from_config(copy.deepcopy(config))
-    except Exception:  # modelling code may raise any exception on a configuration that it refuses
+    except Exception as error:  # modelling code may raise any exception on a configuration that it refuses
+        raise_if_of_handler(error)
         return None

@@ -28,6 +28,7 @@ from parallelformers_ng.sharding.experts import has_experts_interface
 from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.stages import units
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention
@@ -93,6 +94,7 @@ def observe(model: PreTrainedModel, plan: ShardPlan, rank: int, batch: int, leng
     except UnsupportedModelError:
         raise
     except Exception as error:  # modelling code may raise any error if it needs numbers
+        raise_if_of_handler(error)
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise UnsupportedModelError(
             f"{type(model).__name__} fails on the meta device, and a forecast runs the model there: {reason}"

@@ -21,6 +21,7 @@ from parallelformers_ng.collectives.control_groups import kernel_text
 from parallelformers_ng.errors import RequestTimeoutError
 from parallelformers_ng.runtime import fork_server, spawn
 from parallelformers_ng.runtime.spawn import ChildLink, Spawned, is_readable
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 log = logging.getLogger("parallelformers_ng")
 
@@ -160,6 +161,7 @@ def running(imports: str | None = None) -> ForkServer | None:
         try:
             _newest = ForkServer(inheritance, imports or "torch")
         except Exception as error:
+            raise_if_of_handler(error)
             log.debug("the fork server could not be started: %s", error)
             return None
         return _newest

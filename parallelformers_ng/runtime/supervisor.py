@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
+import sys
 import threading
 import time
 import weakref
@@ -31,6 +33,7 @@ class Supervisor:
         self._changed = threading.Condition()
         self._stopped = False
         self._given_up = ""  # why the group is not replaced any more
+        self._failure = ""  # why the newest group could not be started
         self._thread: threading.Thread | None = None
 
     @property
@@ -101,13 +104,15 @@ class Supervisor:
             try:
                 group = self._revive()
             except Exception as error:  # callers get every error
+                self._failure = _described(error)
                 if not self._stopped:
-                    log.warning("%s; the workers could not be started again: %s", why, error)
+                    log.warning("%s; the workers could not be started again: %s", why, self._failure)
                 with self._changed:
                     self._changed.wait_for(lambda: self._stopped, _RETRY_SECONDS)
                 continue
             with self._changed:
                 if not self._stopped:
+                    self._failure = ""
                     self.current = (group, incarnation + 1)
                     self._changed.notify_all()
                     log.warning("%s; all workers were started again in %.1f s", why, time.monotonic() - began)
@@ -121,16 +126,25 @@ class Supervisor:
             self._restarts.popleft()
         if len(self._restarts) < self._max_restarts:
             return True
-        text = (
-            f"the workers died {len(self._restarts) + 1} times within {self._restart_window:g} s (the limit is"
-            f" {self._max_restarts} restarts, see max_restarts) and are not restarted again; model.deparallelize()"
-            " returns the weights to this process"
-        )
+        within = f"within {self._restart_window:g} s (the limit is {self._max_restarts} restarts, see max_restarts)"
+        count = len(self._restarts)
+        reason = f"the workers died {count + 1} times {within} and are not restarted again"
+        if self._failure:
+            reason = f"the workers died, and the last of {count} restarts {within} failed with: {self._failure}"
+        text = f"{reason}; model.deparallelize() returns the weights to this process"
         with self._changed:
             self._given_up = text
             self._changed.notify_all()
         log.error("%s", text)
         return False
+
+
+def _described(error: Exception) -> str:
+    """Return the text of a failed start. If a module was not found, name the entries of `sys.path` that are gone."""
+    gone = [entry for entry in sys.path if not os.path.exists(entry) and not entry.startswith(sys.base_prefix)]
+    if isinstance(error, ImportError) and gone:
+        return f"{error} (sys.path names {', '.join(gone)}, which is gone)"
+    return str(error)
 
 
 _running: weakref.WeakSet[Supervisor] = weakref.WeakSet()

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.options import DTYPES
 from parallelformers_ng.sharding.tensors import all_tensors
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 log = logging.getLogger("parallelformers_ng")
 
@@ -106,6 +107,7 @@ def _copy_in(model: nn.Module, dtype: torch.dtype) -> PreTrainedModel | None:
         with torch.device("meta"):
             return type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
     except Exception as error:  # modelling code may raise anything
+        raise_if_of_handler(error)
         log.warning(
             "%s cannot be built from its configuration alone (%s), so its buffers outside checkpoints keep their data"
             " type; load the model with from_pretrained(dtype=%s) to cast these buffers as well",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.policy import Policy
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 
 def policies_of_file(path: str) -> list[type[Policy]]:
@@ -19,6 +20,7 @@ def policies_of_file(path: str) -> list[type[Policy]]:
     try:
         defined = runpy.run_path(path, run_name="policies")
     except Exception as error:  # the file's code may raise anything
+        raise_if_of_handler(error)
         raise PolicyError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     policies = [value for value in defined.values() if isinstance(value, type) and issubclass(value, Policy)]
     own = [policy for policy in policies if policy.__module__ == "policies"]

@@ -9,10 +9,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import signal
 import struct
 import sys
-import traceback
 import types
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -41,6 +39,7 @@ from parallelformers_ng.wire.frame import (
     own_copy,
     write_memfd,
 )
+from parallelformers_ng.wire.signal_handlers import is_of_handler, raise_if_of_handler
 
 TENSOR_CLASSES: set[type] = {torch.Tensor}
 """Tensor classes that can be sent as bytes, data type and shape alone."""
@@ -88,7 +87,7 @@ def encode(value: Any, place: str = "") -> Encoded:
     try:
         pickler.dump(value)
     except Exception as error:  # reducers are foreign code and may raise anything
-        if isinstance(error, NotPortableError) or _is_of_handler(error):
+        if isinstance(error, NotPortableError) or is_of_handler(error):
             raise
         raise _not_portable(value, place, error) from error
     if len(pickler.fds) >= MAX_DESCRIPTORS or len(pickler.outside) > MAX_OUTSIDE:
@@ -168,7 +167,7 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
     except BaseException as error:
         close_all(fds)
         passed_on = (ProtocolError, NotPortableError, torch.OutOfMemoryError, torch.AcceleratorError)
-        if isinstance(error, passed_on) or not isinstance(error, Exception) or _is_of_handler(error):
+        if isinstance(error, passed_on) or not isinstance(error, Exception) or is_of_handler(error):
             raise
         # Rebuilding an object runs its code, which may raise anything.
         raise NotPortableError(
@@ -306,16 +305,10 @@ def _not_portable(value: Any, place: str, error: Exception) -> NotPortableError:
 def _is_portable(value: Any) -> bool:
     try:
         _MessagePickler(io.BytesIO()).dump(value)
-    except Exception:  # the failure that `_not_portable` searches for
+    except Exception as error:  # the failure that `_not_portable` searches for
+        raise_if_of_handler(error)
         return False
     return True
-
-
-def _is_of_handler(error: BaseException) -> bool:
-    """Whether a signal handler of the program raised an exception, so that it must reach the caller unchanged."""
-    handlers = [*filter(callable, map(signal.getsignal, signal.valid_signals()))]
-    codes = {getattr(each, "__code__", getattr(type(each).__call__, "__code__", None)) for each in handlers}
-    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _steps(value: Any) -> list[tuple[str, Any]]:

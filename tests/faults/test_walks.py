@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from parallelformers_ng import parallelize
-from tests.helpers.walks import MODELS, Walk
+from tests.helpers.walk_models import MODELS
+from tests.helpers.walks import Walk
 
 
-@pytest.mark.parametrize("seed", range(len(MODELS)))
-def test_a_walk(seed: int) -> None:
-    make, inputs = list(MODELS.values())[seed]
-    walk = Walk(make, inputs(), seed, lambda model: parallelize(model, 2, workers={"max_restarts": 1000}))
+@pytest.mark.parametrize(("seed", "name"), enumerate(MODELS))
+def test_a_walk(seed: int, name: str) -> None:
+    walk = Walk(name, seed, lambda model: parallelize(model, 2, workers={"max_restarts": 1000}))
     try:
         walk.run(20)
     except BaseException as error:

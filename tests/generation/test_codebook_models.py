@@ -68,25 +68,70 @@ def musicgen_melody() -> PreTrainedModel:
     return _musicgen(tf.MusicgenMelodyConfig, tf.MusicgenMelodyForConditionalGeneration, kind="musicgen_melody_decoder")
 
 
-MODELS = {"csm": csm, "dia": dia, "musicgen": musicgen, "musicgen_melody": musicgen_melody}
+def moshi() -> PreTrainedModel:
+    sizes = {**SMALL, "num_key_value_heads": 5, "head_dim": 8, "ffn_dim": 74, "num_codebooks": 4, "vocab_size": 40}
+    depth = {**sizes, "max_position_embeddings": 16}
+    return tf.MoshiForConditionalGeneration(
+        tf.MoshiConfig(**sizes, depth_decoder_config=depth, audio_encoder_config=MIMI, max_position_embeddings=64)
+    )
 
 
-@pytest.mark.parametrize("name", [pytest.param("csm", marks=pytest.mark.slow), "dia", "musicgen", "musicgen_melody"])
+def bark() -> PreTrainedModel:
+    """A model of three stages: 20 semantic codes, then two of four codebooks with 16 codes, then all four."""
+    sizes = {"hidden_size": 40, "num_layers": 2, "num_heads": 5, "block_size": 64}
+    vocabularies = [{"input_vocab_size": count, "output_vocab_size": count} for count in (44, 54, 17)]
+    codec = {**CODEC, "model_type": "encodec", "codebook_size": 16, "target_bandwidths": [0.17]}
+    semantic, coarse, fine = ({**sizes, **vocabulary} for vocabulary in vocabularies)
+    config = tf.BarkConfig(
+        semantic_config=semantic, coarse_acoustics_config=coarse, codec_config=codec,
+        fine_acoustics_config={**fine, "n_codes_total": 4, "n_codes_given": 1},
+    )  # fmt: skip
+    model = tf.BarkModel(config)
+    settings = model.generation_config
+    settings.codebook_size = 16
+    settings.semantic_config = {
+        "semantic_vocab_size": 20, "semantic_pad_token": 20, "eos_token_id": 20, "text_encoding_offset": 5,
+        "text_pad_token": 42, "semantic_infer_token": 43, "max_input_semantic_length": 6, "semantic_rate_hz": 4,
+        "max_new_tokens": 6, "min_new_tokens": 6,
+    }  # fmt: skip
+    settings.coarse_acoustics_config = {
+        "coarse_semantic_pad_token": 52, "coarse_infer_token": 53, "max_coarse_input_length": 12,
+        "max_coarse_history": 20, "sliding_window_len": 8, "coarse_rate_hz": 4, "n_coarse_codebooks": 2,
+    }  # fmt: skip
+    settings.fine_acoustics_config = {"max_fine_history_length": 8, "max_fine_input_length": 16, "n_fine_codebooks": 4}
+    return model
+
+
+MODELS = {
+    "csm": csm, "dia": dia, "musicgen": musicgen, "musicgen_melody": musicgen_melody, "moshi": moshi, "bark": bark,
+}  # fmt: skip
+
+
+SLOW = ("csm", "moshi", "bark")
+"""Names of models whose parallelization proves the policies of several parts."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in MODELS])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_codes_of_generate(name: str, ranks: int, groups: Callable[[int], WorkerGroup]) -> None:
     torch.manual_seed(0)
     model = MODELS[name]().eval()
+    options: dict[str, Any] = {} if name == "bark" else {"max_new_tokens": 6}  # Bark's stages have limits of their own
     ids = torch.randint(3, 36, (2, 6))
+    if name == "moshi":
+        codes = {speaker: torch.randint(0, 60, (2, 4, 6)) for speaker in ("user_audio_codes", "moshi_audio_codes")}
+        options |= {**codes, "return_audio_codes": True}
     for parameter in model.parameters():
         parameter.data.mul_(4 if parameter.ndim > 1 else 1)  # so that the codes differ from each other
     ways = [{"do_sample": False}, {"do_sample": True}]
 
-    def codes_of(way: dict[str, Any]) -> Any:
+    def codes_of(way: dict[str, Any]) -> list[torch.Tensor]:
         torch.manual_seed(7)
-        return model.generate(ids, **way, max_new_tokens=6)
+        output = model.generate(ids, **way, **options)
+        return [output] if isinstance(output, torch.Tensor) else [*output.values()]  # codes, text, sound
 
     wanted = [codes_of(way) for way in ways]
-    assert len(wanted[0].unique()) > 3
+    assert all(len(each.unique()) > 3 for each in wanted[0])
     parallelize(model, workers=groups(ranks))
     try:
         for way, codes in zip(ways, wanted, strict=True):

@@ -102,7 +102,8 @@ class CodeMoves:
                     with pytest.raises(ParallelError, match=f"{cls.__name__}.forward was changed after"):
                         call(model)
                 elif before:
-                    patched = call(self.parallelize(copy.deepcopy(self.whole)) if is_cut else model)
+                    own = copy.deepcopy(self.whole)
+                    patched = call(self.parallelize(own) if is_cut else own)
             finally:
                 cls.forward = forward
             return [patched, call(model)]

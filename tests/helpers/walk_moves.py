@@ -39,7 +39,8 @@ def await_as_before(before: tuple[int, int]) -> None:
     end = time.monotonic() + 10
     while open_and_running() != before and time.monotonic() < end:
         time.sleep(0.05)
-    assert open_and_running() == before, "memory files open, processes running"
+    now = open_and_running()
+    assert now == before, f"memory files open and processes running: {now}, before the walk {before}"
 
 
 class FaultMoves:
@@ -47,25 +48,22 @@ class FaultMoves:
 
     Attributes:
         parallelize: function from a whole model to a parallelized one.
+        in_order: whether answers depend on earlier calls.
         timeouts: number of calls that missed a short deadline.
     """
 
     whole: Any
     cut: Any
     inputs: dict[str, Any]
+    in_order: bool
     _random: random.Random
     parallelize: Callable[[Any], Any]
+    remember: Callable[[], None]
     timeouts = 0
 
     def fault_moves(self) -> list[Callable[[], tuple[str, Step]]]:
-        return [
-            self._change_in_a_conversation,
-            self._come_and_go,
-            self._expired,
-            self._short,
-            self._rebind,
-            self._crowd,
-        ]
+        moves = [self._change_in_a_conversation, self._come_and_go, self._expired, self._rebind]
+        return moves if self.in_order else [*moves, self._short, self._crowd]
 
     def _prompts(self) -> list[torch.Tensor]:
         ids = self.inputs["input_ids"]
@@ -158,6 +156,7 @@ class FaultMoves:
             if not is_parallelized(model):
                 return call(model)
             self.cut = self.parallelize(copy.deepcopy(self.whole))
+            self.remember()
             return call(self.cut)
 
         return "rebind", take
