@@ -88,7 +88,7 @@ class RestartLimitError(GroupError):
 
 
 class RequestTimeoutError(GroupError, TimeoutError):
-    """A request did not finish before its deadline."""
+    """A request did not finish before its deadline. If the workers were ended, the message says where each rank was."""
 
 
 class DeadlineExpiredError(RequestTimeoutError):

@@ -19,6 +19,7 @@ from parallelformers_ng.errors import (
     RequestTimeoutError,
     SharedMemoryError,
 )
+from parallelformers_ng.runtime import tracebacks
 from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.request import Answers, Request
@@ -287,5 +288,6 @@ class RequestLoop:
                 "the worker group was ended: the workers did not leave an interrupted request within"
                 f" {STRAGGLER_SECONDS:g} s; parallelize the model again to use it"
             )
-        self._processes.note_reason(GroupError(why))
-        return RequestTimeoutError(f"{text}; the workers were ended. Allow more time with timeout=")
+        stood = tracebacks.report(self._processes)
+        self._processes.note_reason(GroupError(f"{why}\n{stood}" if request.given_up else why))
+        return RequestTimeoutError(f"{text}; the workers were ended. Allow more time with timeout=\n{stood}")

@@ -49,9 +49,10 @@ class ChildLink:
 
     def log_tail(self, start: int = 0) -> str:
         """Return the last part of the child's log after byte `start`, at most 8 KiB."""
-        size = self.log_size()
-        start = max(start, size - _TAIL_BYTES)
-        return os.pread(self.log, size - start, start).decode(errors="replace")
+        return self.log_since(max(start, self.log_size() - _TAIL_BYTES))
+
+    def log_since(self, start: int) -> str:
+        return os.pread(self.log, self.log_size() - start, start).decode(errors="replace")
 
     def close(self) -> None:
         self.hand_over()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from parallelformers_ng.errors import (
     SharedMemoryError,
     StartupError,
 )
-from parallelformers_ng.runtime import cores, failures, forks
+from parallelformers_ng.runtime import cores, failures, forks, tracebacks
 from parallelformers_ng.runtime.forks import ForkServer
 from parallelformers_ng.runtime.placement import NCCL_PHASE, NCCL_REMEDY
 from parallelformers_ng.runtime.processes import Processes
@@ -30,7 +29,6 @@ from parallelformers_ng.runtime.spawn import environment_of_worker, module_path,
 from parallelformers_ng.runtime.worker_process import WorkerProcess
 from parallelformers_ng.wire.frame import OUT_OF_MEMORY, FileDescriptor, FrameKind, why_no_memory
 
-_PLACES = re.compile(r'File "([^"<]+)", line (\d+)')  # a file and line in a traceback of faulthandler, innermost first
 _LATE_SECONDS = 1.0  # extra time to read messages of workers if the caller was busy until the deadline
 
 
@@ -177,15 +175,8 @@ def _too_late(worker: WorkerProcess, start_timeout: float) -> StartupError:
 
 def _place(worker: WorkerProcess) -> str:
     """Return the code location of a worker that is late, in parentheses; "" if the worker does not answer."""
-    log_length = len(worker.startup_log())
-    worker.request_traceback()
-    end = time.monotonic() + _LATE_SECONDS
-    while time.monotonic() < end and not worker.has_ended():
-        places = _PLACES.findall(worker.startup_log()[log_length:])
-        if places:
-            return f" ({places[0][0]}, line {places[0][1]})"
-        time.sleep(0.02)
-    return ""
+    frames = tracebacks.collect([worker])[0]
+    return f" ({frames[0].file}, line {frames[0].line})" if frames else ""
 
 
 def _fail_ended(worker: WorkerProcess) -> NoReturn:

@@ -53,11 +53,12 @@ def run(control: int, lifeline: int, watched: Sequence[int]) -> NoReturn:
 def set_signals() -> None:
     """Set the signal handlers of a worker or a fork server.
 
-    SIGINT (Ctrl-C) is ignored, because only the parent handles it, and so is SIGTTOU. SIGUSR1 and fatal signals write a
-    traceback to standard error. SIGCHLD has its default action.
+    SIGINT (Ctrl-C) is ignored, because only the parent handles it, and so is SIGTTOU. Fatal signals write a
+    traceback to standard error. SIGUSR1, by which the parent requests a traceback, writes it to the log of this
+    process, also after standard error has become the parent's. SIGCHLD has its default action.
     """
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # the parent requests a traceback
+    faulthandler.register(signal.SIGUSR1, file=os.dup(2))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the caller ignores SIGCHLD, waiting for a child would fail
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # output to a terminal must not stop the worker

@@ -127,18 +127,29 @@ class WorkerProcess(Worker):
         if not self.has_ended():
             send_signal(self.pidfd, signal.SIGKILL)
 
-    def request_traceback(self) -> None:
-        """Make a starting worker, or its fork server if the worker is not forked yet, write a traceback to its log."""
+    def request_traceback(self) -> int:
+        """Make the worker, or its fork server if the worker is not forked yet, write a traceback to its log. Return the
+        size of the log before the traceback."""
+        size = self._log_link.log_size()
         if not self.has_ended():
+            send_signal(self.pidfd, signal.SIGCONT)  # a stopped process would not write
             send_signal(self.pidfd, signal.SIGUSR1)
         elif self._server is not None and not self.pid:
             self._server.request_traceback()
+        return size
 
     def reap(self) -> int | None:
         return self._process.exit_code(REAP_SECONDS) if self.pid else None
 
+    @property
+    def _log_link(self) -> ChildLink:
+        return self.link if self._server is None or self.pid else self._server.link
+
     def startup_log(self) -> str:
-        return self.link.log_tail() if self._server is None or self.pid else self._server.link.log_tail()
+        return self._log_link.log_tail()
+
+    def log_since(self, start: int) -> str:
+        return self._log_link.log_since(start)
 
     def close(self) -> None:
         self.pidfd = -1

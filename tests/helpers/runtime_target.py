@@ -73,6 +73,11 @@ class Target:
         """Wait until all ranks have arrived."""
         self.communicator.all_reduce(torch.zeros(1))
 
+    def late_to_meet(self, rank: int) -> None:
+        if self.rank == rank:
+            time.sleep(60)
+        self.meet()
+
     def spin(self) -> None:
         while True:
             pass

@@ -1,0 +1,68 @@
+"""Asks ranks at which lines of code they are, also ranks that run C code or wait for other ranks."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from parallelformers_ng.runtime.processes import Processes
+from parallelformers_ng.runtime.worker_process import Worker, WorkerProcess
+
+_ANSWER_SECONDS, _CHECK_SECONDS = 1.0, 0.02
+_MAX_FRAMES = 12
+_FRAME = re.compile(r'File "(?!<frozen )([^"]+)", line (\d+) in (.+)')  # a line of faulthandler
+_EVERY_MODULE = frozenset({"_call_impl", "_wrapped_call_impl"})  # torch's frames between a module and its caller
+
+
+class StackFrame(NamedTuple):
+    file: str
+    line: str
+    function: str
+
+
+def collect(workers: Sequence[Worker]) -> list[list[StackFrame]]:
+    """Return the frames of each rank, innermost first. A rank that does not answer in a second has none, and neither
+    has a rank on another host. A stopped rank goes on."""
+    starts = [worker.request_traceback() if isinstance(worker, WorkerProcess) else None for worker in workers]
+    end = time.monotonic() + _ANSWER_SECONDS
+    return [_read(worker, start, end) for worker, start in zip(workers, starts, strict=True)]
+
+
+def _read(worker: Worker, start: int | None, end: float) -> list[StackFrame]:
+    if start is None or not isinstance(worker, WorkerProcess):
+        return []
+    text = previous = ""
+    # A traceback has no end mark, so it is complete when nothing was added for a while.
+    while time.monotonic() < end and not (text and text == previous):
+        time.sleep(_CHECK_SECONDS)
+        text, previous = worker.log_since(start), text
+    # Any thread may have taken the signal, so faulthandler writes all threads, and the main thread last.
+    return [StackFrame(*found) for found in _FRAME.findall(text.rpartition("\n\n")[2])]
+
+
+def report(processes: Processes) -> str:
+    """Return a text about each rank of a late request: the state of its process, its steps of collectives (a rank with
+    fewer steps than its peers is late), and its innermost frames."""
+    # `collect` wakes stopped ranks, so their states are read before.
+    states = [_state(worker, processes.arena) for worker in processes.workers]
+    lines = []
+    for worker, state, frames in zip(processes.workers, states, collect(processes.workers), strict=True):
+        lines.append(f"rank {worker.rank} (pid {worker.pid}, {state}):{'' if frames else ' no traceback'}")
+        inner = [frame for frame in frames if frame.function not in _EVERY_MODULE]
+        lines += [f"  {each.file}, line {each.line}, in {each.function}" for each in inner[:_MAX_FRAMES]]
+    return "\n".join(lines)
+
+
+def _state(worker: Worker, arena: Any) -> str:
+    if worker.host_name is not None:
+        return f"on host {worker.host_name}"
+    try:
+        status = Path(f"/proc/{worker.pid}/status").read_text()
+    except OSError:
+        return "ended"
+    steps = arena.counter(worker.rank) + arena.counter(arena.world_size + worker.rank)  # of the group, of the stage
+    state = status.partition("State:\t")[2].partition("\n")[0]
+    return f"{state}, {steps} steps of collectives" if steps else state

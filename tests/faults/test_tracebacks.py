@@ -1,0 +1,71 @@
+"""Tests what a timeout says: for each rank the file and line at which it stood."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from parallelformers_ng import deadline, parallelize
+from parallelformers_ng.errors import RequestTimeoutError
+from parallelformers_ng.runtime.group import WorkerGroup
+from tests.helpers import hanging, runtime_target
+from tests.helpers.hanging import endless, hook, place_of_sleep
+from tests.zoo.case import text_inputs
+from tests.zoo.decoders import gpt2
+
+
+def blocks(error: RequestTimeoutError) -> list[str]:
+    """Return the text about each rank."""
+    parts = re.split(r"^rank \d ", str(error), flags=re.MULTILINE)
+    assert "ran past its deadline" in parts[0]
+    assert max(part.count("\n") for part in parts) <= 13
+    return parts[1:]
+
+
+def test_a_hook_that_hangs_on_one_rank_is_named_and_its_peer_waits_in_a_sum():
+    model = gpt2()
+    model.transformer.h[1].register_forward_pre_hook(hook)
+    parallelize(model, 2, workers={"device": "cpu", "restart": False})
+    with pytest.raises(RequestTimeoutError) as caught, deadline(6):
+        model(**text_inputs())
+    waits, hangs = blocks(caught.value)
+    assert place_of_sleep("hook") in hangs
+    assert "collectives/" in waits
+    assert hanging.__file__ not in waits
+
+
+def test_a_logits_processor_that_hangs_is_named_on_every_rank():
+    model = parallelize(gpt2(), 2, workers={"device": "cpu", "restart": False})
+    model.generate(**text_inputs(), max_new_tokens=4)  # a first call takes longer
+    with pytest.raises(RequestTimeoutError) as caught, deadline(4):
+        model.generate(**text_inputs(), max_new_tokens=4, logits_processor=[endless])
+    for block in blocks(caught.value):
+        assert place_of_sleep("endless") in block
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_ranks_in_a_collective_are_named(stops, capfd):
+    with WorkerGroup(2, target="tests.helpers.runtime_target:Target", threads=1) as group:
+        group.call("meet")
+        if stops:
+            os.kill(group.pids[1], signal.SIGSTOP)
+            method, arguments = "sum_of_ranks", (1.0,)
+        else:
+            method, arguments = "late_to_meet", (1,)
+        with pytest.raises(RequestTimeoutError, match=f"'{method}'") as caught:
+            group.call(method, *arguments, deadline=time.monotonic() + 1)
+    waits, late = blocks(caught.value)
+    assert "2 steps of collectives" in waits
+    assert "1 steps of collectives" in late
+    assert f"{runtime_target.__file__}, line" in waits
+    assert "collectives/shared_memory.py, line" in waits.partition("\n")[2].partition("\n")[0]
+    if stops:
+        assert "T (stopped)" in late
+        assert "runtime/service.py, line" in late
+    else:
+        assert re.search(r"runtime_target\.py, line \d+, in late_to_meet", late)
+    assert not capfd.readouterr().err
