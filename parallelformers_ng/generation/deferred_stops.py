@@ -9,6 +9,7 @@ checks late only on MPS devices; this module enables late checks on CUDA devices
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,6 +38,7 @@ def defer_stops() -> None:
 
 
 def _supported(usual: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(usual)
     def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
         unseen = _allowed and not cache_is_returned
         return unseen and usual(_DEFERRING, cache, cache_is_returned, is_assistant)

@@ -48,10 +48,6 @@ class HookRegistry:
                 if not vars(module)[name]:
                     vars(module)[name] = _Table(self, path, name)
 
-    def may_apply(self) -> bool:
-        """Whether a call must collect hooks, because the caller may have registered some."""
-        return bool((self.paths and self.present()) or torch_module._has_any_global_hook())
-
     @contextlib.contextmanager
     def turn(self, deadline: float) -> Iterator[CallHooks | None]:
         """Wait for the calls of other threads, and yield the hooks of this call; None if the model has no hooks.

@@ -146,7 +146,11 @@ class Snapshot:
         because comparing two dicts is fast for values that are identical objects."""
         if len(configs) != len(self._roots) or not all(configs.get(root) is config for root, config in self._roots):
             return False
-        return all(are_equal(vars(part), values) for _, part, values in self._parts) and not self.moved()
+        try:
+            same = all(vars(part) == values for _, part, values in self._parts)
+        except (RuntimeError, ValueError):  # tensors or arrays
+            same = all(are_equal(vars(part), values) for _, part, values in self._parts)
+        return same and not self.moved()
 
     def moved(self) -> set[str]:
         """Return the dotted names of attributes whose value, an object of the program or a tensor, changed inside."""

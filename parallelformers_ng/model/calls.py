@@ -24,7 +24,7 @@ from parallelformers_ng.live_code.self_changes import changes_itself
 from parallelformers_ng.live_code.watch import refuse_modes
 from parallelformers_ng.model.caller_state import set_state, state_of
 from parallelformers_ng.model.deployment import Deployment, Replica
-from parallelformers_ng.model.dispatcher import CallOptions, Dispatcher
+from parallelformers_ng.model.dispatcher import CallOptions, Dispatcher, may_be_hooked
 from parallelformers_ng.model.marks import has_own_loop, own_loop
 from parallelformers_ng.model.methods import OPTIONS, is_streamer, options_of_class
 from parallelformers_ng.model.outside import OutsideWeights
@@ -59,7 +59,7 @@ class Calls(Dispatcher):
         trial = Trial(at_once, deployment.code.check.edits)
         if batching is not None:
             for replica in deployment.replicas:
-                needs_graphs = not at_once and replica.group.device == "cuda"
+                needs_graphs = not at_once and replica.current[0].device == "cuda"
                 self.shared[replica] = SharedCalls(batching, trial, self, replica, needs_graphs)
 
     def names(self, name: str) -> bool:
@@ -123,11 +123,11 @@ class Calls(Dispatcher):
     ) -> torch.Tensor | None:
         if self._changes_itself or model.training:
             return None  # a batch runs other forward passes than its calls alone
-        shared, busy = self.shared[replica], replica.group.busy
+        shared, busy = self.shared[replica], replica.current[0].busy
         if not shared.trial.is_due and not busy:  # by default, batching starts when two calls first run together
             return None
         roots = [*stateful_arguments(arguments)]
-        if self.hooks.may_apply() or has_own_loop() or torch.is_autocast_enabled("cpu"):
+        if may_be_hooked(self.hooks) or has_own_loop() or torch.is_autocast_enabled("cpu"):
             return None
         if any(self.modes.are_seen(roots)) or any(globals_written_by(root) for root in roots if root is not None):
             return None
@@ -144,7 +144,7 @@ class Calls(Dispatcher):
     ) -> Any:
         steps = None if path or self._changes_itself else replica.steps
         eager = arguments
-        if replica.group.device == "cuda":
+        if replica.current[0].device == "cuda":
             check_compiler(module, arguments, self.deployment.plan.world_size)
             eager = eager_generation(module, arguments)
         static, reason = (eager, "") if steps is None else static_generation(module, arguments, steps)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.modules import module as torch_module
 from transformers.cache_utils import Cache
 
 from parallelformers_ng.errors import GroupError, NotPortableError, WorkerError
@@ -45,6 +46,11 @@ class CallOptions:
     unsure: bool = False
 
 
+def may_be_hooked(hooks: HookRegistry) -> bool:
+    """Whether a call must collect hooks, because the caller may have registered some."""
+    return bool((hooks.paths and hooks.present()) or torch_module._has_any_global_hook())
+
+
 class Dispatcher:
     """What all calls of one model have in common, and their way to the workers.
 
@@ -72,7 +78,7 @@ class Dispatcher:
         The call also changes state in this process: the random stream, caches, and objects of the caller such as logits
         processors and forward hooks.
         """
-        end = replica.group.deadline(options.timeout)
+        end = replica.current[0].deadline(options.timeout)
         registry, caches = replica.caches, dict[int, Cache]()
         is_plain = all(isinstance(value, PLAIN) for value in (*args, *kwargs.values()))
         roots = [] if is_plain else roots_of(args, kwargs)
@@ -80,7 +86,7 @@ class Dispatcher:
         # Calls whose objects may be shared run one after another: each call starts with the changes of the last call.
         alone = state is not None and bool(state.parts) and (method != "generate" or state.has_own_code)
         with (
-            self.hooks.turn(end) if alone or self.hooks.may_apply() else contextlib.nullcontext() as hooks,
+            self.hooks.turn(end) if alone or may_be_hooked(self.hooks) else contextlib.nullcontext() as hooks,
             self.stream.of_call(options.seed) as stream,
         ):
             # Get the group first: the message below is valid only for this incarnation of the workers.
@@ -88,6 +94,7 @@ class Dispatcher:
             if not group.alive:
                 group, incarnation, _ = replica.ready(end)
             receive = functools.partial(registry.receive, incarnation=incarnation)
+            known = self.deployment.state
             live, tensors = alone and method != "forward", tensors_of(args, kwargs)
             if not is_plain:
                 state = ObjectState(roots) if alone else state
@@ -109,7 +116,7 @@ class Dispatcher:
                 captured=options.not_captured is not None,
                 hooks=None if hooks is None else hooks.packed,
                 adapters=None if self.adapters is None else self.adapters.active(),
-                confirmed=self.deployment.state.prepare(group),
+                confirmed=known.prepare(group) if known.is_changed else 0,
             )
             code = [] if hooks is None else [hook.call for hook in self.hooks.present()]
             code += [] if state is None else stateful_arguments(kwargs)

@@ -12,6 +12,7 @@ from torch import nn
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import ParallelError, WorkerError
+from parallelformers_ng.model.dispatcher import may_be_hooked
 from parallelformers_ng.model.remote_module import remote_of
 from parallelformers_ng.worker.call import Call
 from tests.strangers.agreement import NEW_TOKENS, assert_agree, prompt
@@ -30,14 +31,14 @@ def test_calls_share_a_batch_again_after_a_hook(groups, kind: str, before: bool)
     handles = [getattr(cut.model.norm, kind)(note)] if before else []
     parallelize(cut, workers=groups(2), batching=True)
     calls = remote_of(cut).calls
-    assert calls.hooks.may_apply() is before
+    assert may_be_hooked(calls.hooks) is before
     for _ in range(2):
         handles += [] if handles else [getattr(cut.model.norm, kind)(note)]
         count = len(notes)
         assert_agree(cut, whole, prompt())
         assert len(notes) > count
         handles.pop().remove()
-        assert not calls.hooks.may_apply()
+        assert not may_be_hooked(calls.hooks)
         count = len(notes)
         assert_agree(cut, whole, prompt())
         assert len(notes) == count
@@ -66,7 +67,7 @@ def test_hooks_may_change_while_other_threads_call(groups) -> None:
     for thread in threads:
         thread.join()
     assert not errors
-    assert not remote_of(cut).calls.hooks.may_apply()
+    assert not may_be_hooked(remote_of(cut).calls.hooks)
     cut.deparallelize()
 
 
@@ -144,10 +145,10 @@ def test_hooks_beside_those_of_transformers_run(groups, kind: str) -> None:
         cut(prompt(), output_attentions=True)
     inner = next(module for path, module in cut.named_modules() if path.count(".") > 2 and module._forward_hooks)
     parallelize(cut, workers=groups(2))
-    assert not remote_of(cut).calls.hooks.may_apply()
+    assert not may_be_hooked(remote_of(cut).calls.hooks)
     with pytest.raises(ParallelError, match=r"is inside model\.layers"):
         _call_with(cut, getattr(inner, kind))
-    assert not remote_of(cut).calls.hooks.may_apply()
+    assert not may_be_hooked(remote_of(cut).calls.hooks)
     cut.deparallelize()
 
 
