@@ -50,7 +50,7 @@ SHAPES: dict[str, dict[str, int]] = {
 PROMPT, TOKENS, ROUNDS = 512, 64, 3
 RESTART_SECONDS = 30.0
 ROWS_CHECKED = 2
-MOST_BELOW = 0.5
+MAX_BELOW = 0.5
 """Largest distance of a token's logit below the best logit of the same weights, in standard deviations of the logits.
 bfloat16 changes logits by a few hundredths of it; a random token's logit is four of them below."""
 BYTES_PER_WEIGHT = {"int4": 0.5625, "int8": 1.0, None: 2.0}
@@ -231,7 +231,7 @@ def speed(options: argparse.Namespace) -> list[str]:
         below |= below_the_best(options, tokens_of, quantize)
         free(options.device)
     save(options, "tokens below the best, standard deviations", below)
-    too_far = [each for each, distance in below.items() if not distance <= MOST_BELOW]
+    too_far = [each for each, distance in below.items() if not distance <= MAX_BELOW]
     return [*wrong, *(f"{each}: tokens that the model would not choose" for each in too_far)]
 
 

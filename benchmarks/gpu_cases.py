@@ -45,7 +45,7 @@ def cases(shape: str, device: str, numbers_of_rows: Sequence[int], contexts: Seq
         contexts: keys of each row, for attention.
     """
     from parallelformers_ng.kernels.triton import gate_kernel, norm_kernel, rotary_kernel, slot_attention
-    from parallelformers_ng.kernels.triton.byte_product import MOST_ROWS, byte_product
+    from parallelformers_ng.kernels.triton.byte_product import MAX_ROWS, byte_product
     from parallelformers_ng.kernels.triton.nibble_product import nibble_product
     from parallelformers_ng.kernels.triton.partial_results import summed
     from tests.kernels.triton import twins
@@ -111,7 +111,7 @@ def cases(shape: str, device: str, numbers_of_rows: Sequence[int], contexts: Seq
             lambda rows=rows: (partial_results(SPLITS, rows, hidden),),
             lambda p: summed(p, torch.bfloat16), lambda p: twins.sum_twin(p, torch.bfloat16),
         )  # fmt: skip
-        for kind, size in (("int8", 1.0), ("fp8", 1.0), ("int4", 0.5625)) if rows <= MOST_ROWS else ():
+        for kind, size in (("int8", 1.0), ("fp8", 1.0), ("int4", 0.5625)) if rows <= MAX_ROWS else ():
             product, twin = (
                 (nibble_product, twins.nibble_product_twin)
                 if kind == "int4"

@@ -43,12 +43,12 @@ WARM_UPS, BURSTS = 4, 4
 """Runs of all callers before the measured ones, in which the first steps of each number of rows are recorded and
 compared, and measured runs."""
 WEIGHTS = ("bf16", "int8", "int4")
-MOST_TOKENS = 1 << 18
+MAX_TOKENS = 1 << 18
 """Most tokens of all prompts of a step: more do not fit on a device of 80 GB while they are read."""
 SUM_BYTES = (8 << 10, 64 << 10, 128 << 10, 255 << 10)
-LEAST_BYTES = 256 << 20
+MIN_BYTES = 256 << 20
 """Bytes that the copies of a kernel's tensors have together: more than the caches of a device."""
-MOST_DIFFERENCE = 0.02
+MAX_DIFFERENCE = 0.02
 """Largest difference of a kernel's result from its twin's, as a share of the twin's largest number."""
 RANKS = {"with kernels": "benchmarks.gpu_ranks:WithKernels", "without": "benchmarks.gpu_ranks:WithoutKernels"}
 SUM_RANK = "benchmarks.gpu_ranks:SumRank"
@@ -61,7 +61,7 @@ def kernels(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any
     gpu.save(options, "copy bandwidth, GB/s", bandwidth / 1e9)
 
     def measured(case: Case) -> dict[str, float]:
-        copies = [case.make() for _ in range(max(1, min(64, LEAST_BYTES // case.nbytes)))]
+        copies = [case.make() for _ in range(max(1, min(64, MIN_BYTES // case.nbytes)))]
         difference = disagreement(case)
         ours = seconds_of(options.device, lambda: [case.kernel(*each) for each in copies]) / len(copies)
         theirs = seconds_of(options.device, lambda: [case.twin(*each) for each in copies], not case.twin_waits)
@@ -71,7 +71,7 @@ def kernels(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any
             "share of the copy bandwidth": case.nbytes / ours / bandwidth,
             "difference": difference,
         }
-        if not difference <= MOST_DIFFERENCE:
+        if not difference <= MAX_DIFFERENCE:
             raise ValueError(f"the kernel differs from its twin by {difference:.3g}")
         return figures
 
@@ -146,8 +146,8 @@ def steps(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]
     """Yield the measurements of decode steps: for each kind of weights with and without kernels, the sizes with the
     fewest tokens first. Each model gets an equal share of the time that is left, its start included."""
     every = sorted(((rows, context) for rows in ROWS for context in CONTEXTS), key=lambda size: size[0] * size[1])
-    sizes = [(rows, context) for rows, context in every if rows * context <= MOST_TOKENS]
-    print(f"left out, more than {MOST_TOKENS} tokens: {every[len(sizes) :]}", flush=True)
+    sizes = [(rows, context) for rows, context in every if rows * context <= MAX_TOKENS]
+    print(f"left out, more than {MAX_TOKENS} tokens: {every[len(sizes) :]}", flush=True)
     ways = [(weights, name) for name in RANKS for weights in WEIGHTS]
     end, models = time.monotonic() + options.seconds, gpu.Clock(options.seconds)
     for place, (weights, name) in enumerate(ways):

@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks import measure
 from parallelformers_ng.kernels.installation import install
-from parallelformers_ng.kernels.operators import MOST_ROWS
+from parallelformers_ng.kernels.operators import MAX_ROWS
 from parallelformers_ng.kernels.sdpa import with_kernel
 
 NBYTES = 256 << 20
@@ -69,7 +69,7 @@ def main() -> None:
         for dtype in DTYPES:
             for inputs, outputs in LAYERS:
                 for rows in (1, 2, 4, 8, 16):
-                    if rows <= MOST_ROWS[dtype]:
+                    if rows <= MAX_ROWS[dtype]:
                         what = f"linear {inputs} to {outputs}, {rows} rows, {dtype}"
                         _compare(what, linear(inputs, outputs, rows, dtype), options)
             for tokens in TOKENS:

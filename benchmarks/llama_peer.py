@@ -20,7 +20,7 @@ def write(path: str, kind: str, shape: dict[str, int]) -> None:
     """Write a Llama of the given shape with random weights; all matrices have the GGUF type `kind`."""
     stored = gguf.GGMLQuantizationType[kind]
     hidden, inner, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
-    words, heads, kv_heads = shape["vocab_size"], shape["num_attention_heads"], shape["num_key_value_heads"]
+    vocab_size, heads, kv_heads = shape["vocab_size"], shape["num_attention_heads"], shape["num_key_value_heads"]
     width = shape.get("head_dim", hidden // heads)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(2048)
@@ -33,12 +33,12 @@ def write(path: str, kind: str, shape: dict[str, int]) -> None:
     writer.add_value_length(width)
     writer.add_rope_dimension_count(width)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(words)
+    writer.add_vocab_size(vocab_size)
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
     writer.add_tokenizer_model("llama")
-    writer.add_token_list([f"<{number}>".encode() for number in range(words)])
-    writer.add_token_scores([0.0] * words)
-    writer.add_token_types([1] * words)
+    writer.add_token_list([f"<{number}>".encode() for number in range(vocab_size)])
+    writer.add_token_scores([0.0] * vocab_size)
+    writer.add_token_types([1] * vocab_size)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     numbers = np.random.default_rng(0)
@@ -47,7 +47,7 @@ def write(path: str, kind: str, shape: dict[str, int]) -> None:
         weight = (numbers.standard_normal((out, width_in), dtype=np.float32)) * np.float32(0.02)
         writer.add_tensor(f"{name}.weight", gguf.quants.quantize(weight, stored), raw_dtype=stored)
 
-    matrix("token_embd", words, hidden)
+    matrix("token_embd", vocab_size, hidden)
     for layer in range(layers):
         block = f"blk.{layer}"
         matrix(f"{block}.attn_q", heads * width, hidden)

@@ -30,7 +30,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "2GB": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "vocab_size": 32000,
             "num_attention_heads": 32, "num_key_value_heads": 4},
 }  # fmt: skip
-MOST_OF_SHARD, MOST_OF_CALLER = 0.55, 300e6
+MAX_OF_SHARD, MAX_OF_CALLER = 0.55, 300e6
 
 
 def write(directory: str, size: str) -> None:
@@ -86,9 +86,9 @@ def main() -> None:
     measure.save(options.json, f"quantized memory {options.size}", figures)
     shares = [end / whole for end, whole in zip(figures["at the end"], figures["shard in bf16"], strict=True)]
     print("at the end, against bf16:", " ".join(f"{share:.3f}" for share in shares))
-    limits = [MOST_OF_SHARD * whole + figures["largest tensor"] for whole in figures["shard in bf16"]]
+    limits = [MAX_OF_SHARD * whole + figures["largest tensor"] for whole in figures["shard in bf16"]]
     within = all(peak <= limit for peak, limit in zip(figures["at the peak"], limits, strict=True))
-    if options.quantize == "int8" and (max(shares) > MOST_OF_SHARD or not within or figures["caller"] > MOST_OF_CALLER):
+    if options.quantize == "int8" and (max(shares) > MAX_OF_SHARD or not within or figures["caller"] > MAX_OF_CALLER):
         sys.exit("a rank or the caller uses more memory than its limit")
 
 

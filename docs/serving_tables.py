@@ -86,13 +86,13 @@ def limits() -> str:
         ("bytes of a body that waits for its turn", f"{guard.LARGE_BYTES:,}"),
         ("bytes a second that such bodies are read with", f"{guard.LARGE_BYTES_A_SECOND:,}"),
         ("refusals a second", f"{guard.REFUSALS_A_SECOND:,}"),
-        ("bytes of all headers", f"{guard.MOST_HEADER_BYTES:,}"),
-        ("messages of a chat", f"{requests.MOST_MESSAGES:,}"),
-        ("tokens of `logit_bias`", f"{requests.MOST_BIASES:,}"),
-        ("long side of a picture to its short one", f"{pictures.MOST_RATIO:,}"),
+        ("bytes of all headers", f"{guard.MAX_HEADER_BYTES:,}"),
+        ("messages of a chat", f"{requests.MAX_MESSAGES:,}"),
+        ("tokens of `logit_bias`", f"{requests.MAX_BIASES:,}"),
+        ("long side of a picture to its short one", f"{pictures.MAX_RATIO:,}"),
         ("characters of a stop string", f"{generation.STOP_LENGTH:,}"),
-        ("characters of a grammar or schema", f"{processors.MOST_CHARACTERS:,}"),
-        ("symbols of a grammar, ten for a property", f"{processors.MOST_SYMBOLS:,}"),
+        ("characters of a grammar or schema", f"{processors.MAX_CHARACTERS:,}"),
+        ("symbols of a grammar, ten for a property", f"{processors.MAX_SYMBOLS:,}"),
     ]
     return _table(("limit", "value"), rows)
 

@@ -14,9 +14,9 @@ from collections.abc import Sized
 import torch
 
 from parallelformers_ng.batching.batch_proof import Trial
-from parallelformers_ng.batching.pace import Pace
-from parallelformers_ng.batching.rounds import News, Round
+from parallelformers_ng.batching.rounds import Round, RoundOutput
 from parallelformers_ng.batching.ticket import Ticket
+from parallelformers_ng.batching.token_budget import TokenBudget
 from parallelformers_ng.collectives.arena import available_memory
 from parallelformers_ng.cuda_graphs.modes import StaticSteps
 from parallelformers_ng.errors import BatchingError, GroupError, NotPortableError, WorkerError
@@ -50,8 +50,8 @@ class Batch:
         self._arrived: deque[Ticket] = deque()
         self._waiting: dict[int, Ticket] = {}
         self._running: dict[int, Ticket] = {}
-        self._most_rows, self._is_gathering = 0, False
-        self._pace = Pace(options.prefill_patience / 1000, group.device)
+        self._max_rows, self._is_gathering = 0, False
+        self._budget = TokenBudget(options.prefill_patience / 1000, group.device)
         self.is_due = threading.Lock()
 
     @property
@@ -75,9 +75,9 @@ class Batch:
     def _gather(self, coming: Sized) -> None:
         """Wait until no other thread prepares a call. If calls came together before, also wait until no call has come
         for a quarter of a decode step, at most 5 ms."""
-        was_shared, self._most_rows = self._most_rows > 1, 0
+        was_shared, self._max_rows = self._max_rows > 1, 0
         end = time.monotonic() + self._options.prefill_patience / 2000
-        pause, arrived = min(self._pace.step_seconds / 4, _LONGEST_PAUSE), 0
+        pause, arrived = min(self._budget.step_seconds / 4, _LONGEST_PAUSE), 0
         try:
             self._is_gathering = True
             time.sleep(0)  # other threads may run, and announce their calls
@@ -105,11 +105,11 @@ class Batch:
             ticket.runs = True
             if ticket.call.adapters != self._adapters:  # no row with the earlier adapters is left
                 self._adapters, self._batch = ticket.call.adapters, next(self._batches)
-        self._most_rows = max(self._most_rows, len(self._running))
+        self._max_rows = max(self._max_rows, len(self._running))
         if not self._running and not leaves:
             return None
-        limits = (self._pace.piece, self._pace.widest, self._options.prefix_tokens)
-        limits = limits if self._trial.in_pieces else (0, 0, 0)
+        limits = (self._budget.chunk, self._budget.widest, self._options.prefix_tokens)
+        limits = limits if self._trial.in_chunks else (0, 0, 0)
         calls = {number: (*ticket.parcel, ticket.call.seed) for number, ticket in joins.items()}
         positions = min((ticket.positions for ticket in self._running.values()), default=0) if self.steps else 0
         if positions and self.room is not math.inf:
@@ -119,7 +119,7 @@ class Batch:
             update, ticket.update = ticket.update, None
             if update is not None:
                 updates[number] = update
-        return Round(self._batch, calls, leaves, *limits, self._pace.steps, self._adapters, positions, rows, updates)
+        return Round(self._batch, calls, leaves, *limits, self._budget.steps, self._adapters, positions, rows, updates)
 
     def _admitted(self) -> dict[int, Ticket]:
         rows, joins = [*self._running.values()], dict[int, Ticket]()
@@ -134,7 +134,7 @@ class Batch:
             rows.append(ticket)
         return joins
 
-    def take(self, news: list[News], order: Round, seconds: float) -> None:
+    def take(self, outputs: list[RoundOutput], order: Round, seconds: float) -> None:
         """Give each call the result of a round, adjust the next rounds to the measured speed, and queue the next round.
 
         All ranks report the same tokens. Only the rank that chose a row's token reports a failure of the row and new
@@ -142,25 +142,25 @@ class Batch:
         """
         for number in order.joins:
             self._running[number].arrived()
-        changed = [self._running[number] for number in (*news[0].tokens, *news[0].failed)]
-        for number, tokens in news[0].tokens.items():
+        changed = [self._running[number] for number in (*outputs[0].tokens, *outputs[0].failed)]
+        for number, tokens in outputs[0].tokens.items():
             self._running[number].take(tokens)
         for number in order.updates.keys() & self._running.keys():
             self._running[number].states.append(None)
-        for rank, report in enumerate(news):
+        for rank, report in enumerate(outputs):
             for number, changes in report.states.items():
                 self._running[number].states.append(changes)
             for number, why in report.failed.items():
                 if why is not None:
                     self._running[number].end((rank, why))
-        for number in (*news[0].ended, *news[0].failed):
+        for number in (*outputs[0].ended, *outputs[0].failed):
             self._running.pop(number).end()
         for ticket in self._running.values():
             ticket.given_up = ticket.given_up or ticket.ended
-        self._measure(news)
-        self._pace.measure(order, news[0], seconds)
-        if news[0].uncaptured and order.positions:
-            self._without_graphs(news[0].uncaptured)
+        self._measure(outputs)
+        self._budget.measure(order, outputs[0], seconds)
+        if outputs[0].uncaptured and order.positions:
+            self._without_graphs(outputs[0].uncaptured)
         self._go_on(changed)
 
     def _go_on(self, changed: list[Ticket]) -> None:
@@ -168,23 +168,23 @@ class Batch:
         if self.busy:
             self.look()
         for ticket in changed:
-            if ticket.has_news:
+            if ticket.has_output:
                 # The next request is sent first, because a caller that wakes up would delay this thread.
                 self.group.do_later(ticket.ring)
 
-    def _measure(self, news: list[News]) -> None:
+    def _measure(self, outputs: list[RoundOutput]) -> None:
         """Set `room` to the tokens that fit in half of the free memory, once, if the caller has set no limit."""
-        if self.room is not math.inf or not all(report.token_bytes for report in news):
+        if self.room is not math.inf or not all(report.token_bytes for report in outputs):
             return
-        device_tokens = [report.free_bytes // 2 // report.token_bytes for report in news if report.free_bytes]
-        host_tokens = available_memory() // 2 // sum(report.token_bytes for report in news)
+        device_tokens = [report.free_bytes // 2 // report.token_bytes for report in outputs if report.free_bytes]
+        host_tokens = available_memory() // 2 // sum(report.token_bytes for report in outputs)
         self.room = min(device_tokens, default=host_tokens)
 
     def fail(self, error: BaseException, order: Round) -> None:
         """Restart or end all running calls after a round failed.
 
         A call that may have caused the error is a suspect; suspects run in separate rounds. If a device ran out of
-        memory, no call is a suspect: later rounds have shorter pieces of prompts, and after another such error their
+        memory, no call is a suspect: later rounds have shorter chunks of prompts, and after another such error their
         steps are not recorded.
         """
         running, self._running = self._running, {}
@@ -202,9 +202,9 @@ class Batch:
         self._go_on([*running.values()])
 
     def _use_less_memory(self, error: torch.OutOfMemoryError, order: Round) -> bool:
-        """Shorten the pieces of prompts, or, if they are short already, stop recording steps. Return whether a repeated
+        """Shorten the chunks of prompts, or, if they are short already, stop recording steps. Return whether a repeated
         round needs less memory than `order`."""
-        if self._pace.use_less_memory():
+        if self._budget.use_less_memory():
             return True
         if order.positions > 0:
             self._without_graphs(str(error).partition("\n")[0])
@@ -262,17 +262,17 @@ class _RoundRequest(Request):
         self.messages = [call_of(self.method, (self._round,))]
         return True
 
-    def put(self, news: Frame | Answers | GroupError | None) -> None:
+    def put(self, item: Frame | Answers | GroupError | None) -> None:
         batch, order = self._batch, self._round
-        if news is None:
+        if item is None:
             if not self.begun:
                 batch.is_due.release()
             batch.end(batch.group.error(), None)
             return
         assert order is not None, "a round that was not sent has an answer"
-        assert not isinstance(news, Frame), "rounds have no events"
+        assert not isinstance(item, Frame), "rounds have no events"
         try:
-            values, error = read(news) if isinstance(news, dict) else ([], news)
+            values, error = read(item) if isinstance(item, dict) else ([], item)
             if error is None:
                 batch.take(values, order, time.monotonic() - self._begun)
             else:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from parallelformers_ng.autopolicy.live_edits import LiveEdits
 from parallelformers_ng.autopolicy.twin import difference
 from parallelformers_ng.autopolicy.twin_making import make_twin
-from parallelformers_ng.batching.prefixes import Prefixes
+from parallelformers_ng.batching.prefix_cache import PrefixCache
 from parallelformers_ng.batching.prepared import prepare
 from parallelformers_ng.batching.prompts import Prompts, is_causal
 from parallelformers_ng.batching.row import BatchRow
@@ -27,7 +27,7 @@ log = logging.getLogger("parallelformers_ng")
 
 PROMPTS = ((3, 9), (5, 6), (3, 12), (7, 5), (12, 8))
 """Prompt tokens and new tokens of each call of the proof. The calls leave the batch in another order than they join."""
-_PIECE = 5
+_CHUNK = 5
 _TOLERANCE = 1e-3
 """Largest score difference that the proof accepts, relative to the largest score.
 
@@ -47,7 +47,7 @@ class Trial:
 
     Attributes:
         is_due: whether the proof has begun or must begin with the next call.
-        in_pieces: whether prompts may run together, in pieces, and from kept prefixes. If not, each prompt runs whole
+        in_chunks: whether prompts may run together, in chunks, and from kept prefixes. If not, each prompt runs whole
             and alone.
     """
 
@@ -56,7 +56,7 @@ class Trial:
         self.is_due = self._at_once = at_once
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self.in_pieces = False
+        self.in_chunks = False
         self._why_alone = _UNKNOWN
         self._code = 0
 
@@ -69,7 +69,7 @@ class Trial:
         self.is_due = True
         with self._lock:
             if code != self._code or self._thread is None:
-                self._code, self._why_alone, self.in_pieces = code, _UNKNOWN, False
+                self._code, self._why_alone, self.in_chunks = code, _UNKNOWN, False
                 # No daemon: the process would abort if Python ended the thread while it runs torch.
                 self._thread = threading.Thread(target=self._try, args=(cls, config, code), name="batching proof")
                 self._thread.start()
@@ -84,46 +84,46 @@ class Trial:
         return self._why_alone
 
     def _try(self, cls: Any, config: Any, code: int) -> None:
-        in_pieces = False
+        in_chunks = False
         try:
-            why, in_pieces = prove(cls, config, self._edits)
+            why, in_chunks = prove(cls, config, self._edits)
         except Exception as error:  # the model's own code may raise any exception
             why = f"the proof ended with {type(error).__name__}: {error}"
         if code != self._code:
             return
-        self._why_alone, self.in_pieces = why, in_pieces
+        self._why_alone, self.in_chunks = why, in_chunks
         if why:
             log.info("calls of %s are decoded one after another: %s", cls.__name__, why)
 
 
 def prove(cls: Any, config: Any, edits: LiveEdits | None = None) -> tuple[str, bool]:
     """Check on a small copy of a model whether its calls may share a batch. Return the reason against it, or ""; and
-    whether prompts may run in pieces."""
+    whether prompts may run in chunks."""
     if config.is_encoder_decoder:
         return "it has an encoder", False
     try:
         twin = make_twin(cls, config, edits=edits)
     except UnsupportedModelError as error:
         return str(error), False
-    if not why_alone(twin.model, in_pieces=True):
+    if not why_alone(twin.model, in_chunks=True):
         return "", True
-    return why_alone(twin.model, in_pieces=False), False
+    return why_alone(twin.model, in_chunks=False), False
 
 
-def why_alone(model: Any, in_pieces: bool, lengths: Sequence[tuple[int, int]] = PROMPTS) -> str:
+def why_alone(model: Any, in_chunks: bool, lengths: Sequence[tuple[int, int]] = PROMPTS) -> str:
     """Reason why calls of a small random model may not share a batch; "" if they may. Its experts implementation
     becomes "eager".
 
     `lengths` are the prompt tokens and new tokens of each call.
     """
-    if in_pieces and not is_causal(model):
+    if in_chunks and not is_causal(model):
         return "tokens see later tokens of a prompt"  # the ranks run such prompts whole, so a trial would prove nothing
     model.set_experts_implementation("eager")  # like the ranks; other kernels need wider layers than a small copy has
-    words = model.config.get_text_config().vocab_size
+    vocab_size = model.config.get_text_config().vocab_size
     numbers = torch.Generator().manual_seed(1)
     calls: list[dict[str, Any]] = [
         {
-            "input_ids": torch.randint(0, words, (1, before), generator=numbers),
+            "input_ids": torch.randint(0, vocab_size, (1, before), generator=numbers),
             "max_new_tokens": after,
             "min_new_tokens": after,
             "do_sample": False,
@@ -134,7 +134,8 @@ def why_alone(model: Any, in_pieces: bool, lengths: Sequence[tuple[int, int]] = 
     calls[-1]["input_ids"][:, :4] = calls[1]["input_ids"][:, :4]
     for call in calls:
         if call["input_ids"][0, -1] == model.generation_config.pad_token_id:
-            call["input_ids"][0, -1] = (call["input_ids"][0, -1] + 1) % words  # the prompt must not end with padding
+            # The prompt must not end with padding.
+            call["input_ids"][0, -1] = (call["input_ids"][0, -1] + 1) % vocab_size
     try:
         with torch.inference_mode():
             alone, scores = zip(*(_watched(call) for call in calls), strict=True)
@@ -143,7 +144,7 @@ def why_alone(model: Any, in_pieces: bool, lengths: Sequence[tuple[int, int]] = 
             if choices.between_equals:
                 return "it chooses between tokens with equal scores by their places, which padding changes"
             shared, batch_scores = zip(*(_watched(call) for call in calls), strict=True)
-            together = _together(model, list(shared), in_pieces)
+            together = _together(model, list(shared), in_chunks)
     except Exception as error:  # the model's own code may raise any exception
         return f"{type(error).__name__}: {error}"
     different = sum(not torch.equal(*pair) for pair in zip(ids, together, strict=True))
@@ -185,18 +186,18 @@ def _watched(call: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
     return {**call, "logits_processor": [watch]}, seen
 
 
-def _together(model: Any, calls: list[dict[str, Any]], in_pieces: bool) -> list[torch.Tensor]:
+def _together(model: Any, calls: list[dict[str, Any]], in_chunks: bool) -> list[torch.Tensor]:
     """Run calls in one batch; return prompt and new tokens of each."""
-    prefixes = Prefixes(100 if in_pieces else 0, least=2)
+    prefixes = PrefixCache(100 if in_chunks else 0, min_tokens=2)
     rows, prompts, batch_rows = Rows(model, None, prefixes), Prompts(model, prefixes), list[BatchRow]()
     for number, call in enumerate(calls):
         batch_rows.append(BatchRow(number, prepare(model, call)))
         prompts.add(batch_rows[-1])
         if not number:
-            continue  # the first two prompts run together; the last prompt runs in pieces, and begins like the second
+            continue  # the first two prompts run together; the last prompt runs in chunks, and begins like the second
         while len(prompts):
-            if ran := prompts.run((_PIECE if len(rows) else 2 * _PIECE) if in_pieces else 0):
-                rows.join(ran)
+            if prefill := prompts.run((_CHUNK if len(rows) else 2 * _CHUNK) if in_chunks else 0):
+                rows.join(prefill)
             if len(rows):
                 rows.run(1)
     while len(rows):

@@ -1,4 +1,4 @@
-"""Runs the prompts of a batch: short prompts together, a long prompt in pieces, so that no row waits long."""
+"""Runs the prompts of a batch: short prompts together, a long prompt in chunks, so that no row waits long."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from torch.nn.functional import pad
 
 from parallelformers_ng.batching import row_caches
-from parallelformers_ng.batching.prefixes import Prefixes
+from parallelformers_ng.batching.prefix_cache import PrefixCache
 from parallelformers_ng.batching.prepared import inputs_of
 from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.batching.whole_rows import runs_whole
 from parallelformers_ng.errors import BatchingError
 from parallelformers_ng.generation.in_place_cache import expect
-from parallelformers_ng.kernels.decoder_stack import MOST_STEPS
+from parallelformers_ng.kernels.decoder_stack import MAX_STEPS
 from parallelformers_ng.kernels.joint_pass import JointPass, PromptStep
 
 _WORTH_A_PASS = 128
@@ -33,7 +33,7 @@ _OF_THEIR_OWN = ("mems", "past_buckets_states")
 
 
 @dataclass(eq=False)
-class Ran:
+class PrefillOutput:
     """The results of prompts that ran together."""
 
     rows: list[BatchRow]  # rows of the prompts
@@ -44,12 +44,12 @@ class Ran:
     mask: torch.Tensor
 
 
-def rows_of(results: list[Ran]) -> list[BatchRow]:
-    return [row for ran in results for row in ran.rows]
+def rows_of(results: list[PrefillOutput]) -> list[BatchRow]:
+    return [row for prefill in results for row in prefill.rows]
 
 
 @dataclass(eq=False)
-class _Piece:
+class _Chunk:
     """Tokens of prompts that one step of the model runs: some tokens of one prompt, or all of several prompts."""
 
     rows: list[BatchRow]  # rows of the prompts
@@ -84,7 +84,7 @@ class Prompts:
         is_causal: whether tokens see no later tokens. If they do, a prompt runs whole, alone and without kept prefixes.
     """
 
-    def __init__(self, model: Any, prefixes: Prefixes) -> None:
+    def __init__(self, model: Any, prefixes: PrefixCache) -> None:
         self.latest, self.latest_begin, self.ran_beside = 0, 0, False
         self.is_causal = is_causal(model)
         self._model = model
@@ -106,8 +106,8 @@ class Prompts:
             self._done = 0
         self._waiting = deque(row for row in self._waiting if row.number not in numbers)
 
-    def run(self, most: int, beside: Callable[[], object] | None = None) -> list[Ran]:
-        """Run the first tokens that wait, in one pass if C computes the layers. Otherwise, run a piece of the first
+    def run(self, most: int, beside: Callable[[], object] | None = None) -> list[PrefillOutput]:
+        """Run the first tokens that wait, in one pass if C computes the layers. Otherwise, run a chunk of the first
         prompt, or several whole prompts side by side.
 
         ::
@@ -118,10 +118,10 @@ class Prompts:
         """
         most = most if self.is_causal else 0
         joint = JointPass.of(self._model)
-        fits = joint is not None and 0 < most <= joint.most_tokens
-        pieces = self._pieces(most, MOST_STEPS - (beside is not None) if fits else 1)
-        self.latest, self.latest_begin = sum(piece.tokens for piece in pieces), pieces[-1].begin
-        steps = [self._step(piece) for piece in pieces]
+        fits = joint is not None and 0 < most <= joint.max_tokens
+        chunks = self._chunks(most, MAX_STEPS - (beside is not None) if fits else 1)
+        self.latest, self.latest_begin = sum(chunk.tokens for chunk in chunks), chunks[-1].begin
+        steps = [self._step(chunk) for chunk in chunks]
         self.ran_beside = False
 
         def run_beside() -> None:
@@ -132,19 +132,19 @@ class Prompts:
         are_several = beside is not None or len(steps) > 1
         logits = joint.run(steps, beside and run_beside) if joint is not None and are_several else []
         logits += [step.run() for step in steps[len(logits) :]]
-        self._done = 0 if pieces[-1].is_last else pieces[-1].end
-        return [self._finish(*each) for each in zip(pieces, logits, strict=True) if each[0].is_last]
+        self._done = 0 if chunks[-1].is_last else chunks[-1].end
+        return [self._finish(*each) for each in zip(chunks, logits, strict=True) if each[0].is_last]
 
-    def _pieces(self, most: int, most_steps: int) -> list[_Piece]:
+    def _chunks(self, most: int, max_steps: int) -> list[_Chunk]:
         """Steps of the next pass; only the last one may leave tokens of its prompt to run."""
-        pieces, waiting, is_joint = list[_Piece](), [*self._waiting], most_steps > 1
-        while waiting and (not pieces or (len(pieces) < most_steps and pieces[-1].is_last and most >= _WORTH_A_STEP)):
-            pieces.append(self._piece(waiting, 0 if pieces else self._done, most, is_joint))
-            del waiting[: len(pieces[-1].rows)]
-            most -= pieces[-1].tokens
-        return pieces
+        chunks, waiting, is_joint = list[_Chunk](), [*self._waiting], max_steps > 1
+        while waiting and (not chunks or (len(chunks) < max_steps and chunks[-1].is_last and most >= _WORTH_A_STEP)):
+            chunks.append(self._chunk(waiting, 0 if chunks else self._done, most, is_joint))
+            del waiting[: len(chunks[-1].rows)]
+            most -= chunks[-1].tokens
+        return chunks
 
-    def _piece(self, waiting: list[BatchRow], done: int, most: int, is_joint: bool) -> _Piece:
+    def _chunk(self, waiting: list[BatchRow], done: int, most: int, is_joint: bool) -> _Chunk:
         """The next step, for prompts in no earlier step of the pass; `done` tokens of the first one have run."""
         if done:
             rows, begin = [waiting[0]], done
@@ -155,12 +155,12 @@ class Prompts:
         end = max(row.ids.shape[1] for row in rows)
         left = end - begin
         if not 0 < most < left * len(rows) or rows[0].call.config.use_cache is False:
-            return _Piece(rows, begin, end)
-        # This is one prompt, because prompts side by side fit. It runs in equal pieces, because a short piece reads the
-        # same weights. If the next prompt can fill the last piece, the pieces are as long as possible.
+            return _Chunk(rows, begin, end)
+        # This is one prompt, because prompts side by side fit. It runs in equal chunks, because a short chunk reads the
+        # same weights. If the next prompt can fill the last chunk, the chunks are as long as possible.
         expect(row_caches.layers_of(rows[0].cache), end)
         fills = is_joint and len(self._waiting) > 1
-        return _Piece(rows, begin, begin + (most if fills else math.ceil(left / math.ceil(left / most))))
+        return _Chunk(rows, begin, begin + (most if fills else math.ceil(left / math.ceil(left / most))))
 
     def _side_by_side(self, waiting: list[BatchRow], most: int, is_joint: bool) -> tuple[list[BatchRow], int]:
         """The first of the waiting prompts, and next prompts that run in the same step; and the number of kept tokens
@@ -183,13 +183,13 @@ class Prompts:
         reuses = self.is_causal and row.cache is not None and row.prompt_is_plain and row_caches.keeps_all(row.cache)
         return self._prefixes.length(row.ids) if reuses else 0
 
-    def _step(self, piece: _Piece) -> PromptStep:
-        """Step for a piece. The arguments of several prompts are those of the first."""
-        row, begin, end, mask = piece.rows[0], piece.begin, piece.end, piece.mask
-        ids = torch.cat([pad(each.ids[:, :end], (0, end - min(end, each.ids.shape[1]))) for each in piece.rows])
+    def _step(self, chunk: _Chunk) -> PromptStep:
+        """Step for a chunk. The arguments of several prompts are those of the first."""
+        row, begin, end, mask = chunk.rows[0], chunk.begin, chunk.end, chunk.mask
+        ids = torch.cat([pad(each.ids[:, :end], (0, end - min(end, each.ids.shape[1]))) for each in chunk.rows])
         positions = ((torch.ones_like(ids[:1]) if mask is None else mask).cumsum(-1) - 1).clamp(min=0)
         arguments = {name: value for name, value in row.call.model_kwargs.items() if name not in _OF_ONE_PROMPT}
-        last = [length - 1 - begin for length in piece.lengths] if piece.is_last else []
+        last = [length - 1 - begin for length in chunk.lengths] if chunk.is_last else []
         if "logits_to_keep" in arguments and len(ids) > 1:
             arguments["logits_to_keep"] = ids.new_tensor(sorted(set(last)))
         inputs = inputs_of(
@@ -201,35 +201,35 @@ class Prompts:
             is_first_iteration=begin == 0,
             **arguments,
         )
-        return PromptStep(functools.partial(self._run_model, piece, inputs, last), last)
+        return PromptStep(functools.partial(self._run_model, chunk, inputs, last), last)
 
-    def _run_model(self, piece: _Piece, inputs: dict[str, Any], last: list[int]) -> torch.Tensor:
-        row = piece.rows[0]
+    def _run_model(self, chunk: _Chunk, inputs: dict[str, Any], last: list[int]) -> torch.Tensor:
+        row = chunk.rows[0]
         output = self._model(**inputs, return_dict=True)
         if row.cache is None and (name := row_caches.name_in(output)):
             row.call.model_kwargs[name] = output[name]  # the model makes its own cache
         if name := next((name for name in _OF_THEIR_OWN if output.get(name) is not None), ""):
             raise BatchingError(f"rows cannot be added to the cache {name} of this model")
         logits: torch.Tensor = output.logits
-        if len(piece.rows) == 1:
+        if len(chunk.rows) == 1:
             return logits[:, -1]
-        columns = sorted(set(last)) if logits.shape[1] < piece.end - piece.begin else range(logits.shape[1])
+        columns = sorted(set(last)) if logits.shape[1] < chunk.end - chunk.begin else range(logits.shape[1])
         return logits[range(len(logits)), [columns.index(column) for column in last]]
 
-    def _finish(self, piece: _Piece, logits: torch.Tensor) -> Ran:
-        for _ in piece.rows:
+    def _finish(self, chunk: _Chunk, logits: torch.Tensor) -> PrefillOutput:
+        for _ in chunk.rows:
             self._waiting.popleft()
-        rows, cache = piece.rows, piece.rows[0].cache
+        rows, cache = chunk.rows, chunk.rows[0].cache
         if len(rows) == 1 and (cache is None or not row_caches.holds_any(cache)) and runs_whole(self._model, rows[0]):
             cache = None
-        if piece.mask is not None:
-            return Ran(rows, logits, cache, piece.mask)
-        empty = [piece.end - length for length in piece.lengths]
+        if chunk.mask is not None:
+            return PrefillOutput(rows, logits, cache, chunk.mask)
+        empty = [chunk.end - length for length in chunk.lengths]
         row_caches.align_ends(cache, empty)
-        mask = torch.ones((len(rows), piece.end), dtype=torch.long, device=logits.device)
+        mask = torch.ones((len(rows), chunk.end), dtype=torch.long, device=logits.device)
         for index, columns in enumerate(empty):
             mask[index, :columns] = 0
-        return Ran(rows, logits, cache, mask)
+        return PrefillOutput(rows, logits, cache, mask)
 
 
 def is_causal(model: Any) -> bool:

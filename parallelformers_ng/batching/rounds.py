@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from parallelformers_ng.batching.prefixes import Prefixes
+from parallelformers_ng.batching.prefix_cache import PrefixCache
 from parallelformers_ng.batching.prepared import prepare
-from parallelformers_ng.batching.prompts import Prompts, Ran, is_causal, rows_of
+from parallelformers_ng.batching.prompts import PrefillOutput, Prompts, is_causal, rows_of
 from parallelformers_ng.batching.row import ENDED, FAILED, BatchRow
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.batching.slots import CapturedRows
@@ -36,7 +36,7 @@ class Round:
     # Number of a new row → parcel with its `Call` of `generate`, and the seed of its random stream or None.
     joins: dict[int, tuple[bytes, int, int | None]]
     leaves: list[int]  # numbers of rows whose callers stopped waiting
-    piece: int  # most prompt tokens in the round if rows wait for their next tokens; 0 for one whole prompt
+    chunk: int  # most prompt tokens in the round if rows wait for their next tokens; 0 for one whole prompt
     # Most prompt tokens in the round if no row waits. Prompts of this length or longer join one round after their
     # last tokens ran, because rows would wait too long for both.
     widest: int
@@ -44,13 +44,13 @@ class Round:
     steps: int  # number of decode steps; 1 runs while prompts wait
     adapters: ActiveAdapters | None = None  # active adapters of all rows; None for a model without adapters
     positions: int = 0  # most rows × tokens of a cache whose steps become CUDA graphs; 0 for no CUDA graphs
-    most_rows: int = 1  # most rows of the batch
+    max_rows: int = 1  # most rows of the batch
     # Number of a row → parcel with what other threads of the caller changed in the row's objects.
     updates: dict[int, tuple[bytes, int]] = field(default_factory=dict)
 
 
 @dataclass
-class News:
+class RoundOutput:
     """One rank's report of a round."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)  # number of a row → its new tokens
@@ -78,7 +78,7 @@ class RankBatch:
         self._communicator = communicator
         self._captured = CapturedRows(model, steps)
         self._batch = -1
-        self._late: list[Ran] = []  # prompts that join in the next round
+        self._late: list[PrefillOutput] = []  # prompts that join in the next round
 
     def forget_prefixes(self) -> None:
         """Drop the kept sequences, and keep no sequence of the current rows, because the model has changed."""
@@ -88,33 +88,33 @@ class RankBatch:
             for row in (*self._rows, *self._prompts, *rows_of(self._late)):
                 row.may_be_kept = False
 
-    def run(self, order: Round, calls: Mapping[int, tuple[dict[str, Any], ObjectState] | Description]) -> News:
+    def run(self, order: Round, calls: Mapping[int, tuple[dict[str, Any], ObjectState] | Description]) -> RoundOutput:
         """Run a round. `calls` has the arguments of each new row with their mutable objects, or the error of arguments
         that cannot be read.
 
         If the forward pass fails, all rows of the batch are lost.
         """
         if order.batch != self._batch:
-            self._batch, self._prefixes = order.batch, Prefixes(order.prefixes)
+            self._batch, self._prefixes = order.batch, PrefixCache(order.prefixes)
             self._rows = Rows(self._model, self._communicator, self._prefixes, self._captured)
             self._prompts, self._late = Prompts(self._model, self._prefixes), []
-        news, changed_rows = News(), set[BatchRow]()
+        output, changed_rows = RoundOutput(), set[BatchRow]()
         began, late, self._late = time.monotonic(), self._late, []
         if late:
             changed_rows.update(self._rows.join(late))
-            news.prompt_seconds = time.monotonic() - began
+            output.prompt_seconds = time.monotonic() - began
         self._rows.leave(order.leaves)
         self._prompts.leave(order.leaves)
         for number, (*_, seed) in order.joins.items():
             joining = calls[number]
             if isinstance(joining, Description):
-                news.failed[number] = joining
+                output.failed[number] = joining
                 continue
             kwargs, objects = joining
             try:
                 call = prepare(self._model, kwargs)
             except Exception as error:  # wrong arguments raise the same error on every rank
-                news.failed[number] = describe(error)
+                output.failed[number] = describe(error)
                 continue
             stream = None if seed is None else OwnStream(seed, self._model.device)
             self._prompts.add(BatchRow(number, call, stream, objects))
@@ -125,35 +125,35 @@ class RankBatch:
                     row.objects.restore(unpack(*order.updates[row.number], self._model.device), wins=True)
 
         def step() -> None:
-            changed_rows.update(self._rows.run(1, order.positions, order.most_rows))
+            changed_rows.update(self._rows.run(1, order.positions, order.max_rows))
 
         ran_beside, had_rows = False, len(self._rows) > 0
         if len(self._prompts) and not late:
             began = time.monotonic()
-            results = self._prompts.run(order.piece, step) if had_rows else self._prompts.run(order.widest)
-            news.prompt_tokens, news.prompt_seconds = self._prompts.latest, time.monotonic() - began
-            news.prompt_begin, ran_beside = self._prompts.latest_begin, self._prompts.ran_beside
-            if had_rows and 0 < order.widest <= sum(ran.mask.numel() for ran in results):
+            results = self._prompts.run(order.chunk, step) if had_rows else self._prompts.run(order.widest)
+            output.prompt_tokens, output.prompt_seconds = self._prompts.latest, time.monotonic() - began
+            output.prompt_begin, ran_beside = self._prompts.latest_begin, self._prompts.ran_beside
+            if had_rows and 0 < order.widest <= sum(prefill.mask.numel() for prefill in results):
                 self._late = results
             elif results:
                 changed_rows.update(self._rows.join(results))
         # While prompts wait, few rows would share a step. Rows with a first token join the step of the next pass.
         steps = (int(had_rows) if len(self._prompts) else order.steps) - ran_beside
-        changed_rows.update(self._rows.run(steps, order.positions, order.most_rows))
-        news.uncaptured = self._captured.reason
-        news.token_bytes = self._rows.token_bytes
+        changed_rows.update(self._rows.run(steps, order.positions, order.max_rows))
+        output.uncaptured = self._captured.reason
+        output.token_bytes = self._rows.token_bytes
         if self._model.device.type == "cuda":
-            news.free_bytes = torch.cuda.mem_get_info(self._model.device)[0]
+            output.free_bytes = torch.cuda.mem_get_info(self._model.device)[0]
             if not self._rows.is_ahead:  # otherwise the check comes with the tokens
                 look_ups.check()
         for row in changed_rows:
             if row.number in order.leaves:  # it left in the round in which it joined
                 continue
-            news.tokens[row.number] = row.news()
+            output.tokens[row.number] = row.take_new_tokens()
             if row.outcome == ENDED:
-                news.ended.append(row.number)
+                output.ended.append(row.number)
             elif row.outcome == FAILED:
-                news.failed[row.number] = row.failure
+                output.failed[row.number] = row.failure
             if changes := row.objects.changes(again=True):
-                news.states[row.number] = parcel(changes)
-        return news
+                output.states[row.number] = parcel(changes)
+        return output

@@ -67,7 +67,7 @@ class BatchRow:
         self._new: list[int] = []  # tokens that are not in `_ids` yet
         self.greedy = GreedyCall.read(self.call)
         self.newest = int(self._ids[0, -1])
-        self._untold: list[int] = []  # tokens that were not sent to the caller yet
+        self._unsent_tokens: list[int] = []  # tokens that were not sent to the caller yet
         self.may_be_kept = self.prompt_is_plain
         self.padding = 0 if self.may_be_kept else int(self.prompt_mask[0].to(torch.uint8).argmax())
 
@@ -145,14 +145,14 @@ class BatchRow:
         self.outcome = outcome
         if outcome == FAILED:
             return
-        self._untold.append(token)
+        self._unsent_tokens.append(token)
         self.newest = token
         if ids is None:
             self._new.append(token)
         else:
             self._ids = torch.cat((self.ids, ids), -1)
 
-    def news(self) -> list[int]:
+    def take_new_tokens(self) -> list[int]:
         """Tokens that have not been sent to the caller yet; they count as sent from now on."""
-        news, self._untold = self._untold, []
-        return news
+        tokens, self._unsent_tokens = self._unsent_tokens, []
+        return tokens

@@ -11,15 +11,15 @@ import torch
 from parallelformers_ng.batching import row_caches
 from parallelformers_ng.batching.choice import Choice, Newest
 from parallelformers_ng.batching.growing_rows import GrowingRows
-from parallelformers_ng.batching.prefixes import Prefixes
-from parallelformers_ng.batching.prompts import Ran, rows_of
+from parallelformers_ng.batching.prefix_cache import PrefixCache
+from parallelformers_ng.batching.prompts import PrefillOutput, rows_of
 from parallelformers_ng.batching.row import ENDED, GOES_ON, BatchRow
 from parallelformers_ng.batching.slots import CapturedRows, Slots
 from parallelformers_ng.batching.whole_rows import whole_logits
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.cuda_graphs.static_caches import bucket_of
 
-_MOST_EMPTY = 4
+_MAX_EMPTY = 4
 """If one in 4 rows or columns is empty, the batch drops the empty rows and columns, which copies all caches."""
 
 
@@ -44,7 +44,7 @@ class Rows:
     """
 
     def __init__(
-        self, model: Any, communicator: Communicator | None, prefixes: Prefixes, captured: CapturedRows | None = None
+        self, model: Any, communicator: Communicator | None, prefixes: PrefixCache, captured: CapturedRows | None = None
     ) -> None:
         self.token_bytes = 0
         self._model = model
@@ -62,54 +62,54 @@ class Rows:
     def __iter__(self) -> Iterator[BatchRow]:
         return (row for row in self._places if row is not None)
 
-    def join(self, results: list[Ran]) -> list[BatchRow]:
+    def join(self, results: list[PrefillOutput]) -> list[BatchRow]:
         """Add the rows of prompts that ran, keep the prompts for later prompts, and choose the first new tokens.
 
         Return the rows that have new tokens: the rows of the prompts, and the rows of a step that was ahead.
         """
         rows, changed = rows_of(results), self._settle()
-        for ran in results:
-            for index, row in enumerate(ran.rows):
-                if row.may_be_kept and ran.cache is not None:
+        for prefill in results:
+            for index, row in enumerate(prefill.rows):
+                if row.may_be_kept and prefill.cache is not None:
                     # The first cache becomes the cache of the batch, which grows. Any other cache is not used again;
                     # one row's part of it would keep the memory of all its rows.
-                    grows = ran is results[0] and self._store is None
-                    self._prefixes.keep(row.ids, ran.cache, index, copies=grows or len(ran.rows) > 1)
-        self._choice.choose(rows, torch.cat([ran.logits for ran in results]), [*range(len(rows))])
-        for ran in results:
-            self._place(ran)
+                    grows = prefill is results[0] and self._store is None
+                    self._prefixes.keep(row.ids, prefill.cache, index, copies=grows or len(prefill.rows) > 1)
+        self._choice.choose(rows, torch.cat([prefill.logits for prefill in results]), [*range(len(rows))])
+        for prefill in results:
+            self._place(prefill)
         self._newest = None
         self.leave([row.number for row in rows if row.outcome != GOES_ON])
         return [*changed, *rows]
 
-    def _place(self, ran: Ran) -> None:
-        if ran.cache is None:
-            self._places = [*self, *ran.rows]
+    def _place(self, prefill: PrefillOutput) -> None:
+        if prefill.cache is None:
+            self._places = [*self, *prefill.rows]
         elif self._store is None:
-            name = row_caches.name_in(ran.rows[0].call.model_kwargs)
-            self._places, self._store = [*ran.rows], GrowingRows(self._model, name, ran.cache, ran.mask)
-            self.token_bytes = row_caches.token_bytes(ran.cache)
+            name = row_caches.name_in(prefill.rows[0].call.model_kwargs)
+            self._places, self._store = [*prefill.rows], GrowingRows(self._model, name, prefill.cache, prefill.mask)
+            self.token_bytes = row_caches.token_bytes(prefill.cache)
         else:
-            self._put(self._store, ran)
-        for row in ran.rows:
+            self._put(self._store, prefill)
+        for row in prefill.rows:
             row.forget_cache()
 
-    def _put(self, store: GrowingRows | Slots, ran: Ran) -> None:
-        if isinstance(store, Slots) and not store.may_put(ran.mask.shape[1], len(self) + len(ran.rows)):
+    def _put(self, store: GrowingRows | Slots, prefill: PrefillOutput) -> None:
+        if isinstance(store, Slots) and not store.may_put(prefill.mask.shape[1], len(self) + len(prefill.rows)):
             store = self._pack(store)
         before = len(self._places)
         free = [index for index, row in enumerate(self._places) if row is None]
-        free = [*free, *range(before, before + len(ran.rows))][: len(ran.rows)]
+        free = [*free, *range(before, before + len(prefill.rows))][: len(prefill.rows)]
         self._places += [None] * (free[-1] + 1 - before)
-        for index, row in zip(free, ran.rows, strict=True):
+        for index, row in zip(free, prefill.rows, strict=True):
             self._places[index] = row
         if isinstance(store, Slots):
-            store.put(ran.cache, ran.mask, free)
+            store.put(prefill.cache, prefill.mask, free)
             self._fill_bucket()
         else:
-            store.put(ran.cache, ran.mask, free, len(self._places))
+            store.put(prefill.cache, prefill.mask, free, len(self._places))
 
-    def run(self, steps: int, positions: int = 0, most_rows: int = 1) -> list[BatchRow]:
+    def run(self, steps: int, positions: int = 0, max_rows: int = 1) -> list[BatchRow]:
         """Choose up to `steps` more tokens for each row; fewer if no row is left. Return the rows that have new tokens,
         including rows that ended and have left.
 
@@ -128,7 +128,7 @@ class Rows:
             if self._ahead is not None and isinstance(self._store, Slots):
                 # A row at its last token may have no position left. For the next step its slot is free.
                 self._store.leave(place for row, place in self._ahead.places.items() if not row.may_go_on)
-            launched, before = self._launch(positions, most_rows), self._ahead
+            launched, before = self._launch(positions, max_rows), self._ahead
             self._ahead = launched
             if before is not None:
                 changed += self._take(before, later_steps=1)
@@ -149,14 +149,14 @@ class Rows:
         ahead, self._ahead = self._ahead, None
         return [] if ahead is None else self._take(ahead)
 
-    def _launch(self, positions: int, most_rows: int) -> _Launched:
+    def _launch(self, positions: int, max_rows: int) -> _Launched:
         """Run the model for one more token of each row, on a device without waiting for it."""
         if self._store is None:
             if positions and self._captured is not None:
                 self._captured.reason = "the model has no cache"
             rows = [*self]
             return _Launched({row: place for place, row in enumerate(rows)}, whole_logits(self._model, rows), None)
-        store = self._ready(self._store, positions, most_rows)
+        store = self._ready(self._store, positions, max_rows)
         newest = self._newest
         if newest is None:
             ids = [[0 if row is None else row.newest] for row in self._places]
@@ -195,18 +195,18 @@ class Rows:
         elif isinstance(self._store, Slots):
             self._store.leave(places)
 
-    def _ready(self, store: GrowingRows | Slots, positions: int, most_rows: int) -> GrowingRows | Slots:
+    def _ready(self, store: GrowingRows | Slots, positions: int, max_rows: int) -> GrowingRows | Slots:
         if isinstance(store, Slots):
             if self._may_stay(positions):
                 return store
             store = self._pack(store)
         count, columns = store.mask.shape
         empty_columns = columns - max(row.columns for row in self)
-        if (count - len(self)) * _MOST_EMPTY >= count or empty_columns * _MOST_EMPTY >= columns:
+        if (count - len(self)) * _MAX_EMPTY >= count or empty_columns * _MAX_EMPTY >= columns:
             store = self._pack(store)
         slots = None
         if positions and self._captured is not None:
-            slots = self._captured.moved(store, positions, most_rows)
+            slots = self._captured.moved(store, positions, max_rows)
         if slots is not None:
             self._store = slots
             self._fill_bucket()
@@ -214,7 +214,7 @@ class Rows:
 
     def _may_stay(self, positions: int) -> bool:
         """Whether the rows may stay in their slots for another step."""
-        is_wide = bucket_of(len(self)) * _MOST_EMPTY <= len(self._places)
+        is_wide = bucket_of(len(self)) * _MAX_EMPTY <= len(self._places)
         return isinstance(self._store, Slots) and positions > 0 and self._store.has_room and not is_wide
 
     def _fill_bucket(self) -> None:

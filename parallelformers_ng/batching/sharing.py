@@ -82,7 +82,7 @@ def shared_call(
         return "it samples without a seed"
     ids: Any = kwargs.get("input_ids")
     mask = kwargs.get("attention_mask")
-    words = model.config.get_text_config().vocab_size
+    vocab_size = model.config.get_text_config().vocab_size
     is_one_prompt = type(ids) is torch.Tensor and ids.dtype == torch.long and ids.ndim == 2 and ids.shape[0] == 1
     if not is_one_prompt or not ids.numel():
         return "it is not one prompt of token ids"
@@ -90,7 +90,7 @@ def shared_call(
         return "its mask has another shape than its prompt, or masks the last token"
     if mask is None and int(ids[0, -1]) == setting("pad_token_id"):
         return "its prompt ends with padding"  # transformers counts the positions of such a prompt in another way
-    if int(ids.min()) < 0 or int(ids.max()) >= words:
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         return "a token id is out of range"  # in a batch, such an id would fail all rows
     tokenizer, endings = kwargs.pop("tokenizer", None), StoppingCriteriaList()
     if stop_strings := setting("stop_strings"):

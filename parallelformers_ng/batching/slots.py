@@ -12,7 +12,7 @@ from parallelformers_ng.batching.growing_rows import GrowingRows
 from parallelformers_ng.batching.prepared import inputs_of
 from parallelformers_ng.batching.row_caches import keeps_windows, layers_with_keys, note_columns
 from parallelformers_ng.cuda_graphs.captured import CapturedSteps
-from parallelformers_ng.cuda_graphs.modes import MOST_POSITIONS
+from parallelformers_ng.cuda_graphs.modes import MAX_POSITIONS
 from parallelformers_ng.cuda_graphs.static_caches import LENGTH_STEP, ReusableCache, bucket_of, cache_without_windows
 
 _SPARE = 4
@@ -130,11 +130,11 @@ class CapturedRows:
         self._model = model
         self._steps = steps
 
-    def moved(self, growing: GrowingRows, positions: int, most_rows: int) -> Slots | None:
+    def moved(self, growing: GrowingRows, positions: int, max_rows: int) -> Slots | None:
         """Move rows to slots of a static cache, if a step of at most `positions` can be recorded; None if `growing`
         keeps them.
 
-        There are slots for `most_rows`, unless that many slots have more than `MOST_POSITIONS` positions.
+        There are slots for `max_rows`, unless that many slots have more than `MAX_POSITIONS` positions.
         """
         rows, columns = growing.mask.shape
         needed = columns + columns // _SPARE + 1
@@ -148,7 +148,7 @@ class CapturedRows:
         if not keeps_windows(growing.cache):
             self.reason = f"rows of this model's {type(growing.cache).__name__} cannot be copied to a static cache"
             return None
-        slots = max(bucket_of(rows), min(bucket_of(most_rows), MOST_POSITIONS // length))
+        slots = max(bucket_of(rows), min(bucket_of(max_rows), MAX_POSITIONS // length))
         if held := steps.rows_held(slots, needed):
             slots = held
         else:

@@ -18,7 +18,7 @@ from parallelformers_ng.runtime.limits import cancellation_of_thread
 from parallelformers_ng.wire.message import parcel as packed
 from parallelformers_ng.wire.message import unpack
 
-_MOST_FAILURES = 3
+_MAX_FAILURES = 3
 
 
 class Ticket:
@@ -77,7 +77,7 @@ class Ticket:
         return self.failures > 1 and self.is_suspect
 
     @property
-    def has_news(self) -> bool:
+    def has_output(self) -> bool:
         """Whether the caller's thread has something to do now. Waking it for each token would slow the ranks, which
         run on the same cores."""
         return self.ended or bool(self.states) or self._on_tokens is not None or bool(self.call.endings)
@@ -104,7 +104,7 @@ class Ticket:
         The call ends at its third failure as a suspect, or if it has mutable objects, which cannot be reset.
         """
         self.failures += suspected
-        if self.failures >= _MOST_FAILURES or self.call.objects.parts:  # changed objects cannot start again
+        if self.failures >= _MAX_FAILURES or self.call.objects.parts:  # changed objects cannot start again
             self.end(error)
             return False
         self.suspect = len(self.tokens) + 1 if suspected else 0

@@ -26,14 +26,14 @@ from torch.distributed.distributed_c10d import _register_process_group, _unregis
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.shared_result import agreed
 
-MOST_BYTES = 256 * 1024  # tensors of this many bytes or more are summed by NCCL
+MAX_BYTES = 256 * 1024  # tensors of this many bytes or more are summed by NCCL
 TRIAL_SECONDS = 5.0  # most seconds of the trial, and of the exchange of memory handles
 _TYPES = (torch.bfloat16, torch.float32)  # AT_DISPATCH_FLOAT_AND_BFLOAT16 of CUDASymmetricMemoryOps.cu
 _LOAD_BYTES = 16  # get_and_verify_alignment: the widest load of a thread
-_MOST_BLOCKS = 24  # one_shot_all_reduce_max_num_blocks
-_LEAST_CAPABILITY = (8, 0)  # add_bf16x2 of CUDASymmetricMemory-inl.cuh asserts on older devices
+_MAX_BLOCKS = 24  # one_shot_all_reduce_max_num_blocks
+_MIN_CAPABILITY = (8, 0)  # add_bf16x2 of CUDASymmetricMemory-inl.cuh asserts on older devices
 _SOCKET_FOLDERS = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # IpcChannel::get_socket_name of CUDASymmetricMemoryUtils.cpp
-_MOST_PATH_BYTES = 107  # of a socket; IpcChannel copies longer paths beyond its buffer
+_MAX_PATH_BYTES = 107  # of a socket; IpcChannel copies longer paths beyond its buffer
 _LOOK_SECONDS, _RELEASE_SECONDS = 0.02, 0.0005
 _logger = logging.getLogger(__name__)
 _numbers = itertools.count()
@@ -72,9 +72,9 @@ class SmallSums:
         group = dist.ProcessGroup(dist.PrefixStore("small sums", store), rank, world_size)
         _register_process_group(self._name, group)
         try:
-            buffer = _SymmetricMemory.empty_strided_p2p((MOST_BYTES,), [1], torch.uint8, device)
+            buffer = _SymmetricMemory.empty_strided_p2p((MAX_BYTES,), [1], torch.uint8, device)
             handle = _SymmetricMemory.rendezvous(buffer, self._name)
-            shape = (_MOST_BLOCKS, world_size)
+            shape = (_MAX_BLOCKS, world_size)
             signals = [handle.get_signal_pad(other, shape, torch.int32) for other in range(world_size)]
         except BaseException:
             _unregister_process_group(self._name)
@@ -95,7 +95,7 @@ class SmallSums:
     def can_sum(tensor: Tensor) -> bool:
         """Return whether the kernel can sum a contiguous tensor. The answer depends only on dtype and size, so all
         ranks get the same answer."""
-        return tensor.dtype in _TYPES and 0 < tensor.nbytes < MOST_BYTES and tensor.nbytes % _LOAD_BYTES == 0
+        return tensor.dtype in _TYPES and 0 < tensor.nbytes < MAX_BYTES and tensor.nbytes % _LOAD_BYTES == 0
 
     def sum(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks, in place, on the current stream."""
@@ -120,7 +120,7 @@ class SmallSums:
         """
         pairs = []
         for dtype in _TYPES:
-            for size in (_LOAD_BYTES, MOST_BYTES - _LOAD_BYTES):
+            for size in (_LOAD_BYTES, MAX_BYTES - _LOAD_BYTES):
                 index = torch.arange(size // dtype.itemsize, device=self._device)
                 own = ((index * (self._rank + 1) + self._rank) % 5).to(dtype)
                 pairs.append((own, communicator.sum(own.clone())))
@@ -192,7 +192,7 @@ def proven_small_sums(
             made[0].close()
     if rank == 0:
         done = f"stay with NCCL: {reason}" if reason else "read the memory of the other devices"
-        _logger.info("sums of less than %d KiB %s", MOST_BYTES // 1024, done)
+        _logger.info("sums of less than %d KiB %s", MAX_BYTES // 1024, done)
     return None if reason else made[0]
 
 
@@ -202,10 +202,10 @@ def _obstacle(device: torch.device, places: list[int]) -> str:
     if torch.version.hip is not None:
         return "the devices are not of NVIDIA"
     folder = next((os.environ[name] for name in _SOCKET_FOLDERS if name in os.environ), "/tmp")
-    if len(os.fsencode(f"{folder}/symm_mem-{os.getpid()}")) > _MOST_PATH_BYTES:
+    if len(os.fsencode(f"{folder}/symm_mem-{os.getpid()}")) > _MAX_PATH_BYTES:
         return "the path of the folder for temporary files is too long for a socket"
     capability = torch.cuda.get_device_capability(device)
-    if capability < _LEAST_CAPABILITY:
+    if capability < _MIN_CAPABILITY:
         return f"{device} has compute capability {'.'.join(map(str, capability))}, and 8.0 is the least"
     for place in places:
         if place != device.index and not torch.cuda.can_device_access_peer(device, place):

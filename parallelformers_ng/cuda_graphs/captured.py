@@ -28,7 +28,7 @@ from parallelformers_ng.errors import GroupError
 from parallelformers_ng.sharding.cache_names import CACHE
 
 # Maximum number of recordings of one cache. A model that needs more recordings passes a different number to each step.
-MOST_KINDS_OF_STEP = 64
+MAX_KINDS_OF_STEP = 64
 
 
 class CapturedSteps:
@@ -165,10 +165,10 @@ class CapturedSteps:
         kwargs = arguments.given
         width = min(reusable.rows, bucket_of(arguments.rows)) if arguments.can_be_padded else arguments.rows
         key = (width, reusable.phase, arguments.key(width))
-        if key not in steps and len(steps) < MOST_KINDS_OF_STEP:
+        if key not in steps and len(steps) < MAX_KINDS_OF_STEP:
             output, steps[key] = self._warm_up(reusable, forward, kwargs)
             return output
-        step = steps.get(key, f"more than {MOST_KINDS_OF_STEP} kinds of step")
+        step = steps.get(key, f"more than {MAX_KINDS_OF_STEP} kinds of step")
         if step is None:
             step = steps[key] = self._record(reusable, forward, arguments, width)
         if isinstance(step, str):

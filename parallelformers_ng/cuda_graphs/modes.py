@@ -25,7 +25,7 @@ Decode: TypeAlias = Literal["auto", "eager", "compile", "cuda_graphs"] | Compile
 NO_DEVICE = "there is no CUDA device to capture on"
 # Maximum rows × tokens of a cache for CUDA graphs by default. For a model with 8 billion parameters, a step reads an
 # eighth as many bytes of such a cache as of weights.
-MOST_POSITIONS = 1 << 14
+MAX_POSITIONS = 1 << 14
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
 
@@ -165,8 +165,8 @@ def _obstacle(model: PreTrainedModel, arguments: dict[str, Any], steps: StaticSt
         "return_dict_in_generate would return a cache that cannot grow": (
             setting("return_dict_in_generate") and steps.by_default
         ),
-        f"each step would read a cache of {positions} positions, also empty ones; the limit is {MOST_POSITIONS}": (
-            positions > MOST_POSITIONS
+        f"each step would read a cache of {positions} positions, also empty ones; the limit is {MAX_POSITIONS}": (
+            positions > MAX_POSITIONS
         ),
         "assisted decoding crops its cache": any(setting(name) is not None for name in _ASSISTED),
         # Over a static cache, transformers makes a mask of four dimensions.

@@ -29,14 +29,14 @@ def _by_index(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
         ends = self.eos_token_id
         if not scores.is_cpu or ends.dtype is not torch.int64:
             return usual(self, input_ids, scores)
-        if input_ids.shape[-1] >= _least_length(self):
+        if input_ids.shape[-1] >= _min_length(self):
             return scores.clone()
         return scores.index_fill(-1, ends[(ends >= 0) & (ends < scores.shape[-1])], -math.inf)
 
     return call
 
 
-def _least_length(processor: Any) -> int:
+def _min_length(processor: Any) -> int:
     if isinstance(processor, MinLengthLogitsProcessor):
         return processor.min_length
     return processor.prompt_length_to_skip + processor.min_new_tokens

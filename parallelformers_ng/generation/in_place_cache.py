@@ -17,10 +17,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from parallelformers_ng.generation.wrapping import wrap_once
 
-LEAST_SPARE_TOKENS = 128
+MIN_SPARE_TOKENS = 128
 # Most bytes of the tokens in a `JointRoom`. While it grows, it exists twice; larger caches grow layer by layer, and are
 # slow to read anyway.
-MOST_JOINT_BYTES = 64 << 20
+MAX_JOINT_BYTES = 64 << 20
 
 
 class _Room(NamedTuple):
@@ -79,7 +79,7 @@ class JointRoom:
     @classmethod
     def fits(cls, layers: Sequence[Any], like: Tensor, end: int) -> bool:
         bytes_of_token = 2 * len(layers) * like.shape[1] * like.shape[3] * like.itemsize
-        return like.shape[0] == 1 and end * bytes_of_token <= MOST_JOINT_BYTES
+        return like.shape[0] == 1 and end * bytes_of_token <= MAX_JOINT_BYTES
 
     def holds(self, layers: Sequence[Any]) -> bool:
         newest = _newest(layers)
@@ -160,7 +160,7 @@ def addresses_of(keys: Tensor, values: Tensor) -> tuple[int, ...]:
 
 
 def _with_spare(tokens: int) -> int:
-    return tokens + max(tokens // 4, LEAST_SPARE_TOKENS)
+    return tokens + max(tokens // 4, MIN_SPARE_TOKENS)
 
 
 def _newest(layers: Sequence[Any]) -> list[Tensor]:
@@ -265,7 +265,7 @@ def spread(layer: Any, rows: int, columns: int) -> None:
         for states in (layer.keys, layer.values):
             states[before:].zero_()
     else:
-        room, most = columns + LEAST_SPARE_TOKENS, rows * 2 if layer.keys.is_cpu else rows
+        room, most = columns + MIN_SPARE_TOKENS, rows * 2 if layer.keys.is_cpu else rows
         layer.keys, layer.values = (_spread(old, most, room, rows, columns) for old in (layer.keys, layer.values))
     layer._room = _Room.of(layer, room, most)
 

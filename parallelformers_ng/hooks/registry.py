@@ -128,7 +128,7 @@ class CallHooks:
                 " prefix_allowed_tokens_fn; the changes of only one of them could be kept. Use separate objects"
             )
 
-    def bring_home(self, changes: HookChanges | None, receive: Callable[[Handle], Any]) -> None:
+    def apply_changes(self, changes: HookChanges | None, receive: Callable[[Handle], Any]) -> None:
         """Apply the changes of the hooks on rank 0 to the caller's objects and modules."""
 
         def local_object(handle: Handle) -> Any:

@@ -28,7 +28,7 @@ typedef struct {
 } AttentionJob;
 
 /* Returns the number of queries that working memory is needed for, a multiple of HEADS. */
-INLINE size_t most_queries(const Attention *is)
+INLINE size_t max_queries(const Attention *is)
 {
     const size_t queries = rounded_up(is->rows * shared_by(is), HEADS);
     return queries < QUERIES ? queries : QUERIES;
@@ -37,7 +37,7 @@ INLINE size_t most_queries(const Attention *is)
 /* Returns the number of floats of working memory that one thread needs. */
 INLINE size_t head_work(const Attention *is)
 {
-    const size_t own = most_queries(is) * (is->width + is->tokens + LANES + is->value_width);
+    const size_t own = max_queries(is) * (is->width + is->tokens + LANES + is->value_width);
     return rounded_up(larger(own, larger(pair_work(is), tile_work(is))), ALIGNED / sizeof(float));
 }
 
@@ -124,7 +124,7 @@ INLINE size_t head_work(const Attention *is)
         const Attention *is = g->is;                                                                          \
         const size_t queries = left < QUERIES ? left : QUERIES, tokens = seen_by(g, queries - 1);             \
         const size_t room = (tokens + LANES - 1) / LANES * LANES;                                             \
-        const size_t most = most_queries(is), width = is->width, value_width = is->value_width;               \
+        const size_t most = max_queries(is), width = is->width, value_width = is->value_width;               \
         float *wide = work, *s = wide + most * width, *sums = s + most * room, total[QUERIES];                \
         memset(wide, 0, most * width * sizeof *wide);                                                         \
         memset(sums, 0, most * value_width * sizeof *sums);                                                   \

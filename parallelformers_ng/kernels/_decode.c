@@ -59,8 +59,8 @@ static PyObject *py_decoder_layers(PyObject *Py_UNUSED(module), PyObject *const 
     if (nargs < FIRST || !PyBytes_Check(args[2]) || PyBytes_GET_SIZE(args[2]) % sizeof(Layer) || !PyBytes_GET_SIZE(args[2]))
         return PyErr_Format(PyExc_TypeError, "decoder_layers: expected a kernel, a kind, layers and an address");
     size_t count = (size_t)PyBytes_GET_SIZE(args[2]) / sizeof(Layer), steps = (size_t)(nargs - FIRST) / OF_STEP;
-    if ((nargs - FIRST) % OF_STEP || !steps || steps > MOST_STEPS)
-        return PyErr_Format(PyExc_TypeError, "decoder_layers: %zd arguments do not fit 1 to %d steps", nargs, MOST_STEPS);
+    if ((nargs - FIRST) % OF_STEP || !steps || steps > MAX_STEPS)
+        return PyErr_Format(PyExc_TypeError, "decoder_layers: %zd arguments do not fit 1 to %d steps", nargs, MAX_STEPS);
     Stack stack = {.layers = (const Layer *)PyBytes_AS_STRING(args[2]), .count = count, .steps = steps};
     if (args[0] != Py_None) {
         stack.kernel = args[0];
@@ -176,7 +176,7 @@ PyMODINIT_FUNC PyInit__decode(void)
     PyObject *made = PyModule_Create(&module);
     if (made && PyModule_AddIntConstant(made, "HAS_TILES", has_tiles()) < 0) Py_CLEAR(made);
     if (made && PyModule_AddIntConstant(made, "HAS_PAIRS", has_pairs()) < 0) Py_CLEAR(made);
-    if (made && PyModule_AddIntConstant(made, "MOST_STEPS", MOST_STEPS) < 0) Py_CLEAR(made);
+    if (made && PyModule_AddIntConstant(made, "MAX_STEPS", MAX_STEPS) < 0) Py_CLEAR(made);
     if (made && PyModule_AddIntConstant(made, "NEXT_BYTES", NEXT_BYTES) < 0) Py_CLEAR(made);
     return made;
 }

@@ -2,7 +2,7 @@ from typing import Any
 
 HAS_TILES: int
 HAS_PAIRS: int
-MOST_STEPS: int
+MAX_STEPS: int
 NEXT_BYTES: int
 
 def linear(

@@ -156,7 +156,7 @@ static void multiply_integers(const float *x, Input *input, char *met, const Mat
     const size_t rows = input->rows, in = input->in, bits = 8 / per_byte(m);
     int8_t *limbs = (int8_t *)(((uintptr_t)met + ALIGNED - 1) / ALIGNED * ALIGNED);
     Integral product = {.m = m, .limbs = limbs, .products = work, .rows = rows, .in = in, .out = out, .kind = kind};
-    if (!has_integer_products() || in > MOST_LIMBS) {
+    if (!has_integer_products() || in > MAX_LIMBS) {
         if (input->bits != bits) lay_out_rows(x, m, (float *)limbs, rows, in);
         product.laid = (float *)limbs;
     } else {

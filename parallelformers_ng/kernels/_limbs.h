@@ -21,7 +21,7 @@
 #include "_matrix.h"
 #include "_vectors.h"
 
-enum { LIMBS = 3, LIMB_BITS = 22, MOST_LIMBS = 1 << 16, ALIGNED = 64, PAIRS = 2 * CHUNK };
+enum { LIMBS = 3, LIMB_BITS = 22, MAX_LIMBS = 1 << 16, ALIGNED = 64, PAIRS = 2 * CHUNK };
 /* Bytes of x that 64 bytes of Q are multiplied by: limbs, and for 4 bits also the starting values of sums. */
 enum { BLOCK_8 = LIMBS * CHUNK, BLOCK_4 = LIMBS * PAIRS + CHUNK };
 

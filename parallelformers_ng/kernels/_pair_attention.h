@@ -1,4 +1,4 @@
-/* Computes attention of bf16 on processors that multiply bf16 in pairs (`_pairs.h`). Up to MOST_SUMS queries are multiplied
+/* Computes attention of bf16 on processors that multiply bf16 in pairs (`_pairs.h`). Up to MAX_SUMS queries are multiplied
  * at a time, first by tiles of keys, then by values, which are widened to fp32. */
 
 #ifndef PARALLELFORMERS_NG_PAIR_ATTENTION_H
@@ -12,7 +12,7 @@
 /* Returns the number of floats of working memory for a group of queries: queries, scores, and sums. */
 INLINE size_t pair_work(const Attention *is)
 {
-    return MOST_SUMS * (is->width + is->tokens + 2 * LANES + is->value_width);
+    return MAX_SUMS * (is->width + is->tokens + 2 * LANES + is->value_width);
 }
 
 #if defined(__x86_64__) && defined(__GNUC__) && __GNUC__ >= 11
@@ -38,9 +38,9 @@ PAIRED INLINE void pair_scores(const Group *g, const uint16_t *q, float *s, size
 PAIRED INLINE void weigh_columns(const Group *g, const float *p, const uint16_t *v, float *y, size_t room, size_t tokens,
                                  size_t queries, size_t vectors, __mmask16 mask)
 {
-    __m512 sums[MOST_SUMS][4];
+    __m512 sums[MAX_SUMS][4];
 #pragma GCC unroll 6
-    for (size_t r = 0; r < MOST_SUMS; r++)
+    for (size_t r = 0; r < MAX_SUMS; r++)
 #pragma GCC unroll 4
         for (size_t c = 0; c < 4; c++) sums[r][c] = _mm512_setzero_ps();
     for (size_t t = 0; t < tokens; t++, v += g->is->cached.v_token) {
@@ -83,7 +83,7 @@ PAIRED INLINE void attend_some(const Group *g, float *work, size_t queries)
     const size_t width = is->width, value_width = is->value_width, tokens = seen_by(g, queries - 1);
     const size_t room = (tokens + LANES - 1) / LANES * LANES;
     uint16_t *q = (uint16_t *)work;
-    float *s = work + MOST_SUMS * width, *sums = s + MOST_SUMS * room, totals[MOST_SUMS];
+    float *s = work + MAX_SUMS * width, *sums = s + MAX_SUMS * room, totals[MAX_SUMS];
     for (size_t r = 0; r < queries; r++)
         memcpy(q + r * width, (const uint16_t *)is->q + row_of(g, r) * is->q_row + head_of(g, r) * is->q_head, width * sizeof *q);
     pair_scores(g, q, s, room, tokens, queries);

@@ -4,7 +4,7 @@
  *
  * The instruction reads x and W where they are in memory: no number is packed or widened first. Lane l of a sum takes the
  * numbers 2l and 2l + 1 of each 32, in their order; a tree adds the lanes. So a sum depends on `in` alone, and not on the
- * number of rows and outputs that are computed with it. Up to MOST_SUMS times SUMS sums stay in registers, enough to hide
+ * number of rows and outputs that are computed with it. Up to MAX_SUMS times SUMS sums stay in registers, enough to hide
  * the latency of the instruction.
  *
  * For several rows of x, a block of W stays in the second-level cache. Each tile of the block is prefetched into the first
@@ -19,7 +19,7 @@
 
 #include "../collectives/_floats.h"
 
-enum { MOST_SUMS = 6, SUMS = 4, DOZEN = 32, BLOCK_BYTES = 256 << 10 };
+enum { MAX_SUMS = 6, SUMS = 4, DOZEN = 32, BLOCK_BYTES = 256 << 10 };
 
 #if defined(__x86_64__) && defined(__GNUC__) && __GNUC__ >= 11
 #include <immintrin.h>
@@ -45,7 +45,7 @@ PAIRED INLINE __m512bh first_pairs(const uint16_t *from, size_t count)
 #define MEET_IN_PAIRS(A, B) _mm512_add_ps(_mm512_shuffle_ps(A, B, 0x88), _mm512_shuffle_ps(A, B, 0xdd))
 
 /* Add the lanes of each of 16 sums. The total of `sums[o][r]` is in lane 4 r + o. */
-PAIRED INLINE __m512 meet(__m512 sums[SUMS][MOST_SUMS], size_t first)
+PAIRED INLINE __m512 meet(__m512 sums[SUMS][MAX_SUMS], size_t first)
 {
     __m512 of[SUMS];
     const __m512 none = _mm512_setzero_ps();
@@ -66,13 +66,13 @@ typedef struct {
 PAIRED INLINE Totals tile_of_pairs(const uint16_t *x, size_t apart, const uint16_t *w, size_t stride, size_t in, size_t rows,
                                    size_t outs, const uint16_t *next)
 {
-    __m512 sums[SUMS][MOST_SUMS];
+    __m512 sums[SUMS][MAX_SUMS];
     __m512bh a[SUMS];
     size_t i = 0;
 #pragma GCC unroll 4
     for (size_t o = 0; o < SUMS; o++)
 #pragma GCC unroll 6
-        for (size_t r = 0; r < MOST_SUMS; r++) sums[o][r] = _mm512_setzero_ps();
+        for (size_t r = 0; r < MAX_SUMS; r++) sums[o][r] = _mm512_setzero_ps();
     for (; i + DOZEN <= in; i += DOZEN) {
 #pragma GCC unroll 4
         for (size_t o = 0; o < outs; o++) __builtin_prefetch(next + o * stride + i, 0, 3);
@@ -98,7 +98,7 @@ PAIRED INLINE Totals tile_of_pairs(const uint16_t *x, size_t apart, const uint16
     return (Totals){meet(sums, 0), rows > 4 ? meet(sums, 4) : _mm512_setzero_ps()};
 }
 
-/* Multiply a tile of 1 or SUMS outputs and of up to MOST_SUMS rows. */
+/* Multiply a tile of 1 or SUMS outputs and of up to MAX_SUMS rows. */
 PAIRED INLINE Totals any_tile(const uint16_t *x, size_t apart, const uint16_t *w, size_t stride, size_t in, size_t rows,
                               size_t outs, const uint16_t *next)
 {
@@ -120,7 +120,7 @@ INLINE size_t rows_of_tile(size_t left) { return left > 8 ? 6 : left > 6 ? 4 : l
 /* Multiply one row of x by up to 16 rows of W, row by row. The product of row o is in lane o. */
 PAIRED INLINE __m512 dots_of_pairs(const uint16_t *x, const uint16_t *w, size_t stride, size_t in, size_t outs)
 {
-    __m512 sums[SUMS][MOST_SUMS];
+    __m512 sums[SUMS][MAX_SUMS];
     for (size_t o = 0; o < SUMS * SUMS; o++, w += stride) {
         __m512 sum = _mm512_setzero_ps();
         size_t i = 0;

@@ -29,14 +29,14 @@ typedef struct {
     float feed_epsilon, unused;
 } Layer;
 
-enum { MOST_STEPS = 16 };
+enum { MAX_STEPS = 16 };
 
 typedef struct {
     const Layer *layers;
     size_t count, sum_kind, steps; /* numbers of layers, and of steps that run together */
     void *x;                       /* input of the first layer; becomes the output of the last layer */
-    Step step[MOST_STEPS];         /* the rows of x are the rows of all steps, in order */
-    const Cached *caches[MOST_STEPS]; /* of each step, one for each layer */
+    Step step[MAX_STEPS];         /* the rows of x are the rows of all steps, in order */
+    const Cached *caches[MAX_STEPS]; /* of each step, one for each layer */
     PyObject *kernel;
     const KernelAPI *sums; /* NULL if no outputs are summed over the ranks */
 } Stack;
@@ -52,7 +52,7 @@ static size_t stack_work_bytes(const Stack *s)
 {
     size_t most = 0, rows = rows_of_stack(s);
     for (const Layer *layer = s->layers; layer < s->layers + s->count; layer++) {
-        AttentionHalf halves[MOST_STEPS];
+        AttentionHalf halves[MAX_STEPS];
         for (size_t i = 0; i < s->steps; i++) halves[i] = (AttentionHalf){.weights = layer->attention, .step = s->step[i]};
         const FeedHalf feed = {.weights = layer->feed, .rows = rows};
         most = larger(most, attention_halves_work_bytes((AttentionHalves){halves, s->steps}));
@@ -81,7 +81,7 @@ static int run_layers(const Stack *s, float *work)
         const FeedHalf feed = {layer->feed, x, a, r, y, rows, kind};
         const AttentionWeights *next = &s->layers[i + 1 < s->count ? i + 1 : 0].attention;
 
-        AttentionHalf halves[MOST_STEPS];
+        AttentionHalf halves[MAX_STEPS];
         for (size_t j = 0; j < s->steps; j++)
             halves[j] = (AttentionHalf){layer->attention, s->caches[j][i], x, a, s->step[j]};
 

@@ -18,7 +18,7 @@
 
 /* A product of fewer than WORTH_HEARING bytes is done before a spinning thread notices it; one of fewer than WORTH_WAKING
  * bytes is done before a sleeping thread wakes. Parts begin at multiples of WHOLE, so tiles and blocks are not divided. */
-enum { MOST_THREADS = 256, WHOLE = 32, WORTH_HEARING = 16 << 10, WORTH_WAKING = 1 << 20, SPINS = 5000 };
+enum { MAX_THREADS = 256, WHOLE = 32, WORTH_HEARING = 16 << 10, WORTH_WAKING = 1 << 20, SPINS = 5000 };
 
 /* Computes the items of a job from `first` to `end`. `thread` differs between all threads of the job. */
 typedef void (*Part)(const void *job, size_t first, size_t end, size_t thread);
@@ -27,7 +27,7 @@ static struct {
     pthread_mutex_t at_work, door;
     pthread_cond_t called;
     size_t threads, present;       /* number of threads wanted, and started; includes the caller */
-    size_t since[MOST_THREADS];    /* value of `calls` when each thread started */
+    size_t since[MAX_THREADS];    /* value of `calls` when each thread started */
     Part part;
     const void *job;
     size_t count, each;
@@ -125,7 +125,7 @@ static void set_team(size_t threads)
     static int watched;
     if (!watched) watched = !pthread_atfork(NULL, NULL, forget_team);
     pthread_mutex_lock(&team.at_work);
-    team.threads = threads < MOST_THREADS ? threads : MOST_THREADS;
+    team.threads = threads < MAX_THREADS ? threads : MAX_THREADS;
     pthread_mutex_unlock(&team.at_work);
 }
 

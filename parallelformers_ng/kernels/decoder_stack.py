@@ -24,7 +24,7 @@ from parallelformers_ng.sharding.cache_names import CACHE
 from parallelformers_ng.sharding.placed import Placed
 
 # Largest number of steps that one call of C computes.
-MOST_STEPS: int = getattr(_decode, "MOST_STEPS", 1)
+MAX_STEPS: int = getattr(_decode, "MAX_STEPS", 1)
 
 
 def bytes_ahead(model: nn.Module) -> int:
@@ -106,10 +106,10 @@ class DecoderStack(LayersAsOne):
         return hidden
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """Largest number of tokens that one call of C computes; 0 if C cannot compute the layers."""
         view: _StackInC | None = self.view() if may_serve() else None
-        return 0 if view is None else view.most_rows
+        return 0 if view is None else view.max_rows
 
     def step_in_c(self, hidden: Tensor, **kwargs: Any) -> StepInC | None:
         """Return one call of C that computes all layers of this rank; None if C cannot compute the layers."""
@@ -155,7 +155,7 @@ class _StackInC:
         self._first = self._attentions[0]
         self._places = [attention.layer_idx for attention in self._attentions]
         self._shares_room = len({attention.kv_heads for attention in self._attentions}) == 1
-        self.most_rows = min(half.most_rows for pair in halves for half in pair)
+        self.max_rows = min(half.max_rows for pair in halves for half in pair)
         self.guard = Guard.together([half.guard for pair in halves for half in pair] + [Guard((), layers)])
         self._sum_kind = SUM_KINDS[self._first.dtype]
         communicators = {half.communicator for pair in halves for half in pair if _is_partial(half)}
@@ -238,7 +238,7 @@ class StepInC(NamedTuple):
     def fits_beside(self, others: Sequence[StepInC]) -> bool:
         rows = sum(each.hidden.shape[:2].numel() for each in (self, *others))
         differ = all(self.stack is other.stack and self.cache is not other.cache for other in others)
-        return differ and len(others) < MOST_STEPS and rows <= self.stack.most_rows
+        return differ and len(others) < MAX_STEPS and rows <= self.stack.max_rows
 
 
 def _is_partial(half: AttentionHalf | FeedHalf) -> bool:

@@ -44,9 +44,9 @@ from parallelformers_ng.sharding.linear import RowParallel
 from parallelformers_ng.sharding.quantized import QuantizedLinear
 
 # Widest hidden states of the norm kernel.
-MOST_COLUMNS = 1 << 14
+MAX_COLUMNS = 1 << 14
 # Rows of the weight-only products. With more, a weight is dequantized once for all of them.
-_MOST_ROWS = 32
+_MAX_ROWS = 32
 _GROUP = 32
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -132,7 +132,7 @@ class DeviceLayer:
             bool(known._head_norms) == normed
             and all(isinstance(norm, DeviceRMSNorm) for norm in (*known._norms, *known._head_norms))
             and all(norm.weight.shape == (attention.head_dim,) for norm in known._head_norms)
-            and all(norm.weight.shape[0] <= MOST_COLUMNS for norm in known._norms)
+            and all(norm.weight.shape[0] <= MAX_COLUMNS for norm in known._norms)
             and all(isinstance(each, nn.Linear) for each in (attention.q_proj, attention.k_proj, attention.v_proj))
             and len({norm.variance_epsilon for norm in known._head_norms}) <= 1
             and attention.config._attn_implementation == "sdpa"
@@ -218,7 +218,7 @@ class DeviceLayer:
 
     def _operator(self, layers: Sequence[Any], states: Tensor) -> Any:
         """Return the operator that multiplies by the quantized weights of all layers; None if no kernel reads them."""
-        if states.shape[0] > _MOST_ROWS or not all(_is_read(layer, states.dtype) for layer in layers):
+        if states.shape[0] > _MAX_ROWS or not all(_is_read(layer, states.dtype) for layer in layers):
             return None
         kinds = {(layer.encodings["weight"][0].kind, layer._parameters["bias"] is None) for layer in layers}
         if len(kinds) > 1:

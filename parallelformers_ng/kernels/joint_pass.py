@@ -37,11 +37,11 @@ class JointPass:
         embedding of the rows ──────┘                          └─ rows ───────────────────────┘
 
     Attributes:
-        most_tokens: largest number of tokens of all steps together; 0 if C cannot compute the layers.
+        max_tokens: largest number of tokens of all steps together; 0 if C cannot compute the layers.
     """
 
     def __init__(self, model: Any, stack: DecoderStack) -> None:
-        self.most_tokens = stack.most_rows
+        self.max_tokens = stack.max_rows
         self._model, self._stack = model, stack
         self._waiting: list[StepInC] = []  # first steps, until their layers run
         self._last: list[list[int]] = []  # `PromptStep.last` of these steps

@@ -18,8 +18,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from parallelformers_ng.generation.in_place_cache import addresses_of, extended
 from parallelformers_ng.kernels.operators import (
     KINDS,
-    MOST_ROWS,
-    MOST_ROWS_OF_INTEGERS,
+    MAX_ROWS,
+    MAX_ROWS_OF_INTEGERS,
     FusedRMSNorm,
     Guard,
     StreamingQuantizedLinear,
@@ -58,7 +58,7 @@ class Half:
         kind: number of `dtype` in `KINDS`.
         static: addresses and sizes that are equal for all steps, in the order of the kernel's arguments.
         epsilons: ε of each norm; 0 for a missing norm.
-        most_rows: largest number of rows that the kernel multiplies.
+        max_rows: largest number of rows that the kernel multiplies.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Half:
         self.communicator = last.communicator if isinstance(last, RowParallel) else None
         self.hidden, self.dtype = shape_of(linears[0])[1], data_type_of(linears[0])
         is_quantized = any(isinstance(linear, StreamingQuantizedLinear) for linear in linears)
-        self.most_rows = (MOST_ROWS_OF_INTEGERS if is_quantized else MOST_ROWS)[self.dtype]
+        self.max_rows = (MAX_ROWS_OF_INTEGERS if is_quantized else MAX_ROWS)[self.dtype]
         self.kind = KINDS[self.dtype]
         weights: list[Any] = [None if norm is None else norm._parameters["weight"] for norm in norms]
         self.static = (
@@ -87,7 +87,7 @@ class Half:
     def may_stand_for_modules(self, hidden: Tensor) -> bool:
         """Return whether the kernel can compute an input, `[batch, tokens, hidden]`, and no hook must run."""
         batch, tokens, width = hidden.shape
-        fits = hidden.dtype is self.dtype and width == self.hidden and batch * tokens <= self.most_rows
+        fits = hidden.dtype is self.dtype and width == self.hidden and batch * tokens <= self.max_rows
         return fits and not self.guard.has_hooks()
 
     def summed(self, partial: Tensor) -> Tensor:

@@ -34,12 +34,12 @@ _HAS_TILES, _HAS_PAIRS = (getattr(_decode, name, False) for name in ("HAS_TILES"
 _ONE_BY_ONE = torch.cpu._is_avx512_bf16_supported() and not (_HAS_TILES or _HAS_PAIRS)
 # Largest number of rows that the kernel multiplies. With more rows, torch is as fast or faster. If the processor
 # multiplies bfloat16, the kernel is as fast as torch, and the limit bounds its memory.
-MOST_ROWS = {
+MAX_ROWS = {
     torch.float32: 64 if torch.cpu._is_avx512_supported() else 16,
     torch.bfloat16: 4 if _ONE_BY_ONE else 1024 if _HAS_TILES else 2048 if _HAS_PAIRS else 32,
 }
 # Largest number of rows for quantized weights. With more rows, the weight is dequantized once for all rows.
-MOST_ROWS_OF_INTEGERS = {torch.float32: 16, torch.bfloat16: 32}
+MAX_ROWS_OF_INTEGERS = {torch.float32: 16, torch.bfloat16: 32}
 # In C because the dictionaries of all modules of a model are in no cache after a step; C fetches them ahead.
 _still_contain: Callable[..., bool] = getattr(
     _decode, "still_contain", lambda *lists: all(map(operator.is_, map(dict.get, *lists[:2]), lists[2]))
@@ -50,7 +50,7 @@ _NO_MASK, _BOOL_MASK, _ADDED_MASK = range(3)
 
 
 class StreamingLinear(nn.Linear):
-    """`nn.Linear` that multiplies up to `MOST_ROWS` rows in C. The weight may be a slice of a wider matrix.
+    """`nn.Linear` that multiplies up to `MAX_ROWS` rows in C. The weight may be a slice of a wider matrix.
 
     torch multiplies more rows, tensors on another device or of another data type than `KINDS`, and all rows if
     `may_serve()` is False.
@@ -63,7 +63,7 @@ class StreamingLinear(nn.Linear):
         if (
             weight is None
             or not _fits(input, weight)
-            or not 0 < input.numel() <= MOST_ROWS[input.dtype] * weight.shape[1]
+            or not 0 < input.numel() <= MAX_ROWS[input.dtype] * weight.shape[1]
             or input.shape[-1] != weight.shape[1]
             or weight.stride(1) != 1
         ):
@@ -72,7 +72,7 @@ class StreamingLinear(nn.Linear):
 
 
 class StreamingQuantizedLinear(QuantizedLinear):
-    """A quantized linear layer that multiplies up to `MOST_ROWS_OF_INTEGERS` rows in C. The weight is not dequantized
+    """A quantized linear layer that multiplies up to `MAX_ROWS_OF_INTEGERS` rows in C. The weight is not dequantized
     in memory.
 
     In all cases that the kernel cannot compute, `QuantizedLinear` dequantizes the weight and torch multiplies.
@@ -85,7 +85,7 @@ class StreamingQuantizedLinear(QuantizedLinear):
             not self.is_read
             or data_type_of(self) is not input.dtype
             or not may_serve()
-            or not 0 < input.numel() <= MOST_ROWS_OF_INTEGERS[input.dtype] * inputs
+            or not 0 < input.numel() <= MAX_ROWS_OF_INTEGERS[input.dtype] * inputs
             or input.shape[-1] != inputs
             or not input.is_cpu
         ):

@@ -25,7 +25,7 @@ from torch.compiler import is_compiling
 from torch.nn import functional
 
 # Largest number of rows for one product. With more rows, arithmetic is the limit, and one product saves no time.
-MOST_ROWS = 64
+MAX_ROWS = 64
 _ROWS_COMPARED = 16
 
 _logger = logging.getLogger(__name__)
@@ -112,14 +112,14 @@ class SideBySide:
     def output(self, layer: nn.Linear, input: Tensor) -> Tensor:
         """Return the output of a layer whose group has passed the test.
 
-        The first call with a new input computes the outputs of all layers, for at most `MOST_ROWS` rows. Calls of other
+        The first call with a new input computes the outputs of all layers, for at most `MAX_ROWS` rows. Calls of other
         layers with this input return the kept outputs.
         """
         if self._input() is input and layer in self._outputs:
             return self._outputs.pop(layer)
         if self._outputs or any(table.get(name) is not tensor for table, name, tensor in self._parameters):
             self.part()  # not all layers read the last input, or a weight was replaced
-        if not self.agree or input.numel() > MOST_ROWS * input.shape[-1]:
+        if not self.agree or input.numel() > MAX_ROWS * input.shape[-1]:
             return nn.Linear.forward(layer, input)
         self._input = weakref.ref(input)
         self._outputs = dict(zip(self._layers, self._product(input).split(self._sizes, dim=-1), strict=True))

@@ -23,7 +23,7 @@ from parallelformers_ng.kernels.device_layer import DeviceLayer, DeviceStep
 from parallelformers_ng.kernels.operators import Guard, may_serve
 from parallelformers_ng.kernels.recognition import is_decoder
 
-_LEAST_CAPABILITY = (8, 0)
+_MIN_CAPABILITY = (8, 0)
 _OPERATORS = {
     "norm_kernel": ("norm", "sum_and_norm"),
     "rotary_kernel": ("rotate_and_write",),
@@ -130,7 +130,7 @@ class StepKernels:
         if torch.version.hip is not None:
             return "the device is not one of NVIDIA"
         capability = torch.cuda.get_device_capability(self._device)
-        if capability < _LEAST_CAPABILITY:
+        if capability < _MIN_CAPABILITY:
             return f"the device has compute capability {'.'.join(map(str, capability))}, and 8.0 is the least"
         _operators()
         return ""

@@ -36,7 +36,7 @@ _NOT_COMPUTING = tuple(
 )  # fmt: skip
 _LAYERS_OF_TORCH = "torch.nn.modules."
 _CACHES = "transformers.cache_utils"
-_MOST_ENTRIES = 200
+_MAX_ENTRIES = 200
 _OF_NO_CODE = (*PLAIN, torch.Tensor, nn.Module)
 
 
@@ -135,7 +135,7 @@ class _Walk:
                     self._functions.add(function)
                     self._read(function)
             for part in _contents(value):
-                if id(part) not in self._known and not isinstance(part, _OF_NO_CODE) and len(self._known) < _MOST_PARTS:
+                if id(part) not in self._known and not isinstance(part, _OF_NO_CODE) and len(self._known) < _MAX_PARTS:
                     self._known.add(id(part))
                     self._pending.append((None, "", part))
 
@@ -236,7 +236,7 @@ class _Walk:
 
     def _read_registry(self, place: str, registry: Any) -> None:
         """Record the functions of a registry, for example transformers' attention functions."""
-        if id(registry) in self._registries or len(registry) > _MOST_ENTRIES:
+        if id(registry) in self._registries or len(registry) > _MAX_ENTRIES:
             return
         self._registries.add(id(registry))
         for key, value in entries_of(registry):
@@ -259,14 +259,12 @@ def package_named_in(place: str) -> str:
     return module_of(place).partition(".")[0]
 
 
-_MOST_ITEMS = 1_000
-_MOST_PARTS = 10_000
+_MAX_ITEMS = 1_000
+_MAX_PARTS = 10_000
 
 
 def _contents(value: Any) -> Iterable[Any]:
     """The values through which the user's code may reach further code of the user."""
     return (
-        ()
-        if isinstance(value, (list, tuple, set, frozenset, dict)) and len(value) > _MOST_ITEMS
-        else children_of(value)
+        () if isinstance(value, (list, tuple, set, frozenset, dict)) and len(value) > _MAX_ITEMS else children_of(value)
     )

@@ -21,7 +21,7 @@ from parallelformers_ng.live_code.object_graph import (
     walk,
 )
 
-_MOST_ITEMS = 100_000
+_MAX_ITEMS = 100_000
 
 
 class State:
@@ -37,7 +37,7 @@ class State:
         self._parts: list[tuple[Any, Callable[[Any], Any], Any]] = []
         count = 0
         for part in walk([value], children_of):
-            if count >= _MOST_ITEMS:
+            if count >= _MAX_ITEMS:
                 break
             items = None if isinstance(part, nn.Parameter) else items_of(part)
             attributes = attributes_of(part)
@@ -48,7 +48,7 @@ class State:
                 if content is not None:
                     self._parts.append((part, read, snapshot(content)))
                     count += len(content)
-        self.is_too_large = count >= _MOST_ITEMS
+        self.is_too_large = count >= _MAX_ITEMS
 
     def __bool__(self) -> bool:
         return bool(self._parts)

@@ -152,7 +152,7 @@ class Dispatcher:
                 for index, written in answer.written.items():
                     put_items(tensors[index], written)
                 if hooks is not None:
-                    hooks.bring_home(answer.hook_changes, receive)
+                    hooks.apply_changes(answer.hook_changes, receive)
                 if answer.uncaptured and options.not_captured is not None:
                     options.not_captured(answer.uncaptured)
                 for name, value in answer.assistant_settings.items():
@@ -174,7 +174,7 @@ class Dispatcher:
                             state.restore(group.call_each("changes_of_failed", [(call.cache_block,)])[error.rank])
                         if hooks is not None:
                             changes = group.call_each("hooks.changes", [(call.cache_block,)])[error.rank]
-                            hooks.bring_home(changes, receive)
+                            hooks.apply_changes(changes, receive)
                     except GroupError as lost:
                         error.add_note(f"Values that the objects of this call recorded are lost: {lost}")
                 raise

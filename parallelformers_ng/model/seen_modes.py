@@ -29,7 +29,7 @@ _SEES_GRAD_MODE = frozenset({
     "jvp", "hessian",
 })  # fmt: skip
 _DRAWS = "random"
-_MOST = 2000
+_MAX_VALUES = 2000
 
 
 class Modes:
@@ -80,7 +80,7 @@ def words_reached(values: Iterable[Any]) -> frozenset[str]:
     """Return the names and strings in the program's code that is reached from values: from functions, classes, objects,
     containers, and the global variables and modules that the code names."""
     words, seen, pending = set[str](), dict[int, Any](), [*values]
-    while pending and len(seen) < _MOST:
+    while pending and len(seen) < _MAX_VALUES:
         value = pending.pop()
         if id(value) in seen or isinstance(value, (nn.Module, torch.Tensor, np.ndarray, str, bytes, int, float)):
             continue

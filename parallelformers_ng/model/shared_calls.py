@@ -14,7 +14,7 @@ from parallelformers_ng.batching.batch import Batch
 from parallelformers_ng.batching.batch_proof import Trial
 from parallelformers_ng.batching.sharing import SharedCall, shared_call, tokens_of
 from parallelformers_ng.batching.ticket import Ticket
-from parallelformers_ng.cuda_graphs.modes import MOST_POSITIONS, static_generation
+from parallelformers_ng.cuda_graphs.modes import MAX_POSITIONS, static_generation
 from parallelformers_ng.errors import BatchingError, DeadlineExpiredError
 from parallelformers_ng.model.deployment import Replica
 from parallelformers_ng.model.dispatcher import CallOptions, Dispatcher
@@ -90,7 +90,7 @@ class SharedCalls:
         steps = self.batch.steps
         if steps is None or self._hooks.present() or static_generation(model, {"max_new_tokens": 1}, steps)[1]:
             return 0
-        return MOST_POSITIONS if steps.by_default else sys.maxsize
+        return MAX_POSITIONS if steps.by_default else sys.maxsize
 
     def _wait(
         self, model: Any, call: SharedCall, end: float, on_tokens: Callable[[list[int]], object] | None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from parallelformers_ng.checkpoint.staging import Staging
-from parallelformers_ng.offload.pages import let_go, read_ahead, replace_by_copies, show_file, source_of, stretches
+from parallelformers_ng.offload.pages import evict, read_ahead, replace_by_copies, show_file, source_of, stretches
 
 
 class MovedLayer:
@@ -74,7 +74,7 @@ class MappedLayer(MovedLayer):
         for stretch, source in self._sources:
             show_file(stretch, source)
         for stretch in self._stretches:
-            let_go(stretch)
+            evict(stretch)
 
 
 class CopiedLayer(MappedLayer):

@@ -63,7 +63,7 @@ def read_ahead(stretch: Stretch) -> None:
         libc().madvise(*stretch, advice)
 
 
-def let_go(stretch: Stretch) -> None:
+def evict(stretch: Stretch) -> None:
     """Free the memory of a range of pages that map a file. Changes of the pages are lost; errors are ignored."""
     libc().madvise(*stretch, _PAGEOUT)  # fails for files of other users; the system then decides what to keep
     libc().madvise(*stretch, _DONTNEED)

@@ -98,8 +98,8 @@ async def write(engine: Engine, tokenizer: Any, index: int, job: GenerationJob) 
         new = text.add([token for token in tokens if token not in engine.ends], last)
         shown = new if 0 < count <= job.min_tokens else stopper.add(new, last)
         read = Read(text=shown) if job.reader is None else job.reader.add(shown, last or stopper.stopped)
-        if job.most_calls is not None:
-            del read.calls[job.most_calls - called :]
+        if job.max_calls is not None:
+            del read.calls[job.max_calls - called :]
         called += len(read.calls)
         return Piece(index, read, len(tokens), likelihoods)
 

@@ -111,7 +111,7 @@ class Chat:
         return self._form if isinstance(self._form, BareForm) else BareForm()
 
     def forced_calls(self, choice: ToolChoice) -> Constraint:
-        grammar = calls_grammar(self._bare_form, choice.tools, several=choice.most_calls is None)
+        grammar = calls_grammar(self._bare_form, choice.tools, several=choice.max_calls is None)
         return Constraint("lark", grammar, "tools")
 
     def reader(self, prompt: str, choice: ToolChoice) -> AnswerReader | BareReader | None:

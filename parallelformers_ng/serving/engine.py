@@ -49,7 +49,7 @@ class GenerationJob:
     ends: frozenset[int]  # ids of tokens that end the answer
     stops: list[str]  # the answer ends before the first stop string
     reader: AnswerReader | BareReader | None  # parser of reasoning and tool calls; None for plain text
-    most_calls: int | None  # further tool calls are dropped
+    max_calls: int | None  # further tool calls are dropped
     answer: AnswerMetrics  # place of the answer, from `Engine.admitted`
 
 
@@ -72,7 +72,7 @@ class Engine:
         text_config = model.config.get_text_config()
         self.vocabulary: int = text_config.vocab_size
         self.positions: int = getattr(text_config, "max_position_embeddings", None) or 1 << 20
-        rows = options.most_answers - options.waiting
+        rows = options.max_answers - options.waiting
         self.metrics = Metrics(options.name, rows, options.cache_tokens or rows * self.positions)
         self.models = Models(options, self.positions)
         self.generates = writes_text
@@ -85,7 +85,7 @@ class Engine:
     @contextmanager
     def admitted(self, count: int) -> Iterator[list[AnswerMetrics]]:
         """Yield places for answers, status 503 if none is free. Places that `generate` does not use are given back."""
-        limit, occupied = self.options.most_answers, self.metrics.in_flight
+        limit, occupied = self.options.max_answers, self.metrics.in_flight
         if occupied + count > limit:
             why = f"the server has {occupied} answers running or waiting, and the request needs {count} more"
             advice = f"the limit is {limit} (--rows plus --waiting); send the request again later"
@@ -154,9 +154,9 @@ class Engine:
 
     async def read(self, ids: list[int], alternatives: int, model: str | None = None) -> list[Likelihood]:
         """Compute the likelihood of each token of a prompt, beginning with the second token."""
-        most_tokens = _LOGITS_BYTES // (4 * self.vocabulary)
-        if len(ids) > most_tokens:
-            message = f"the prompt has {len(ids)} tokens; with echo and logprobs the limit is {most_tokens}"
+        token_limit = _LOGITS_BYTES // (4 * self.vocabulary)
+        if len(ids) > token_limit:
+            message = f"the prompt has {len(ids)} tokens; with echo and logprobs the limit is {token_limit}"
             raise bad_request(message, "prompt")
         return await asyncio.to_thread(self._read, ids, alternatives, model)
 

@@ -119,10 +119,10 @@ class Forwards:
         order = sorted(range(len(rows)), key=lambda index: sizes[index])
         outputs: dict[int, torch.Tensor] = {}
         # A decoder with a classification head finds the last token of each row by the pad token id.
-        most_rows = len(rows) if model.config.get_text_config().pad_token_id is not None else 1
+        max_rows = len(rows) if model.config.get_text_config().pad_token_id is not None else 1
         more = {"use_cache": False} if "use_cache" in inputs else {}
         while order:
-            count = min(len(order), max(1, _TOKENS_AT_ONCE // sizes[order[-1]]), most_rows)
+            count = min(len(order), max(1, _TOKENS_AT_ONCE // sizes[order[-1]]), max_rows)
             batch = [order.pop() for _ in range(count)]
             features = [rows[index] for index in batch]
             padded = self._chat.tokenizer.pad(features, padding_side="right", return_tensors="pt")

@@ -117,7 +117,7 @@ class Generation:
             ("n", (request.n or 1) * prompts, limits.max_choices),
             ("stop", len(request.stop), limits.max_stops),
             ("stop_token_ids", len(request.stop_token_ids), limits.max_stops),
-            ("min_tokens", request.min_tokens, request.most_tokens or limits.max_tokens),
+            ("min_tokens", request.min_tokens, request.token_limit or limits.max_tokens),
             ("logprobs", request.alternatives or 0, limits.max_top_logprobs),
         ):
             if value > most:
@@ -135,7 +135,7 @@ class Generation:
         shape.prompt_tokens = sum(len(job.prompt.ids) for job in jobs[:: request.n or 1])
         self._engine.metrics.took(shape.prompt_tokens)
         tokenizer = self._chat.tokenizer
-        pieces = _no_tokens(len(jobs)) if request.most_tokens == 0 else write_all(self._engine, tokenizer, jobs)
+        pieces = _no_tokens(len(jobs)) if request.token_limit == 0 else write_all(self._engine, tokenizer, jobs)
         if not request.stream:
             async with contextlib.aclosing(pieces):
                 async for piece in pieces:
@@ -184,7 +184,7 @@ class Generation:
                     ends=ends,
                     stops=request.stop,
                     reader=None if prompt.text is None else self._chat.reader(prompt.text, choice),
-                    most_calls=choice.most_calls,
+                    max_calls=choice.max_calls,
                     answer=answer,
                 )
             )
@@ -197,7 +197,7 @@ class Generation:
         if temperature is None:
             temperature = (model_config.temperature or 1.0) if model_config.do_sample else 1.0
         settings: dict[str, Any] = {
-            "max_new_tokens": min(request.most_tokens or self._engine.options.max_tokens, 1 << 31),
+            "max_new_tokens": min(request.token_limit or self._engine.options.max_tokens, 1 << 31),
             "do_sample": temperature > 0,
             "temperature": temperature or None,
         }

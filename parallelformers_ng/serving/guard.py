@@ -31,10 +31,10 @@ LARGE_BYTES_A_SECOND = 4 << 20
 _CALM_SECONDS = 1.0
 REFUSALS_A_SECOND = 40
 _REFUSALS_AT_ONCE = 20
-MOST_HEADER_BYTES = 32 << 10
+MAX_HEADER_BYTES = 32 << 10
 
 
-class _Pace:
+class _RateLimiter:
     """Rate limiter that lets callers pass one after another."""
 
     def __init__(self, a_second: float, at_once: float = 1.0) -> None:
@@ -114,8 +114,8 @@ class AccessGuard:
         self.draining = False
         self.in_flight = 0
         self._giving_back: asyncio.Future[None] | None = None
-        self._large = _Pace(LARGE_BYTES_A_SECOND)
-        self._refusals = _Pace(REFUSALS_A_SECOND, _REFUSALS_AT_ONCE)
+        self._large = _RateLimiter(LARGE_BYTES_A_SECOND)
+        self._refusals = _RateLimiter(REFUSALS_A_SECOND, _REFUSALS_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -188,8 +188,8 @@ class AccessGuard:
     def _check(self, scope: Scope) -> None:
         if scope["path"] == _OPEN or (self._options.open_probes and scope["path"] in _PROBES):
             return
-        if sum(map(len, chain(*scope["headers"]))) > MOST_HEADER_BYTES:
-            raise ApiError(431, f"the headers are larger than {MOST_HEADER_BYTES} bytes")
+        if sum(map(len, chain(*scope["headers"]))) > MAX_HEADER_BYTES:
+            raise ApiError(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes")
         if self.draining:
             why = "the server is shutting down; send the request to another server, or later"
             raise ApiError(503, why, code="draining")

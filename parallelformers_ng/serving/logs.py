@@ -33,13 +33,13 @@ class Record:
 
 
 _noted: set[tuple[str, str]] = set()
-_MOST_NOTED = 256  # clients choose the names
+_MAX_NOTED = 256  # clients choose the names
 
 
 def note_unknown(where: str, name: Any, known: Iterable[str]) -> None:
     """Log once that a request has an unknown field, which the server ignores."""
     key = where, str(name)[:60]
-    if key not in _noted and len(_noted) < _MOST_NOTED:
+    if key not in _noted and len(_noted) < _MAX_NOTED:
         _noted.add(key)
         log.warning("%s: the server ignores the unknown field %r%s", *key, did_you_mean(key[1], known))
 

@@ -16,7 +16,7 @@ from parallelformers_ng.serving.api_errors import ApiError, bad_request, refusin
 from parallelformers_ng.serving.serve_options import ServeOptions
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-MOST_RATIO = 200
+MAX_RATIO = 200
 """Maximum ratio of a picture's long side to its short side, the same limit as in Qwen2-VL's processor.
 
 Other processors enlarge the short side to a fixed length, so that a long picture would become huge.
@@ -60,18 +60,18 @@ class Pictures:
 
         if len(addresses) > self._options.max_pictures:
             raise _refused(f"the request has {len(addresses)} pictures; the limit is {self._options.max_pictures}")
-        most_pixels = self._options.max_pixels
-        too_large = _refused(f"the pictures have more than {most_pixels} pixels together (--max-pixels)")
+        pixel_limit = self._options.max_pixels
+        too_large = _refused(f"the pictures have more than {pixel_limit} pixels together (--max-pixels)")
         pictures, pixels = [], 0
         try:
             for address in addresses:
                 pictures.append(Image.open(io.BytesIO(self._bytes(address)), formats=_FORMATS))
                 short, long = sorted(pictures[-1].size)
-                if long > MOST_RATIO * short:
+                if long > MAX_RATIO * short:
                     sides = f"{short} by {long} pixels"
-                    raise _refused(f"a picture has {sides}; the limit of the ratio is {MOST_RATIO} to 1")
+                    raise _refused(f"a picture has {sides}; the limit of the ratio is {MAX_RATIO} to 1")
                 pixels += short * long
-                if pixels > most_pixels:
+                if pixels > pixel_limit:
                     raise too_large
             return [load_image(picture) for picture in pictures]
         except Image.DecompressionBombError:  # Pillow's own size limit

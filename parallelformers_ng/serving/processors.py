@@ -18,24 +18,24 @@ from parallelformers_ng.runtime.freed_memory import trim_heap
 
 
 @functools.lru_cache(maxsize=2)
-def grammar_tokenizer(packed: bytes, words: int, ends: tuple[int, ...]) -> Any:
+def grammar_tokenizer(packed: bytes, vocab_size: int, ends: tuple[int, ...]) -> Any:
     """Convert a tokenizer of Hugging Face to a tokenizer of llguidance, in one second.
 
     Args:
         packed: zlib-compressed JSON of the tokenizer, in the format of `tokenizer.json`.
-        words: number of tokens in the model's vocabulary.
+        vocab_size: number of tokens in the model's vocabulary.
         ends: ids of tokens that end an answer.
     """
     from llguidance import LLTokenizer
 
-    return LLTokenizer(zlib.decompress(packed).decode(), n_vocab=words, eos_token=list(ends))
+    return LLTokenizer(zlib.decompress(packed).decode(), n_vocab=vocab_size, eos_token=list(ends))
 
 
 def matcher_of(grammar: str, tokenizer: Any) -> Any:
     """Make a matcher of answers, which is in an error state if the grammar is invalid or too expensive."""
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(max_grammar_size=MOST_SYMBOLS, initial_lexer_fuel=_WORK)
+    limits = LLParserLimits(max_grammar_size=MAX_SYMBOLS, initial_lexer_fuel=_WORK)
     return _with_deep_stack(lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=limits))
 
 
@@ -43,7 +43,7 @@ def _with_deep_stack(make: Callable[[], Any]) -> Any:
     """Call a function in a thread with a large stack, and return the result.
 
     llguidance follows references between rules by recursion. A chain of 3,000 rules overflows the stack of an ordinary
-    thread, which ends the process. The large stack is enough for every grammar of at most `MOST_CHARACTERS`.
+    thread, which ends the process. The large stack is enough for every grammar of at most `MAX_CHARACTERS`.
     """
     threads = ThreadPoolExecutor(1)
     with _stack_size:
@@ -60,13 +60,13 @@ _stack_size = threading.Lock()
 _STACK_BYTES = 512 << 20  # reserved addresses; only the used part of the stack takes memory
 
 
-MOST_SYMBOLS = 10_000
+MAX_SYMBOLS = 10_000
 """Maximum number of symbols in a grammar, enough for an object with about 1,000 properties.
 
 Reading a grammar of this size takes 0.1 s, in which all rows wait. Twice as many symbols take four times as long."""
 _WORK = 50_000
 """Limit of the lexer's work, in llguidance's units. An `enum` of about 4,000 words reaches the limit."""
-MOST_CHARACTERS = 128 << 10
+MAX_CHARACTERS = 128 << 10
 """Maximum number of characters in a grammar. Longer grammars are refused unread, because reading takes time."""
 LARGE_CHARACTERS = 8 << 10
 """Size of a grammar, in characters, above which the heap is trimmed. A large grammar frees megabytes, and the
@@ -87,13 +87,13 @@ class Grammar(LogitsProcessor):
 
     Attributes:
         grammar: grammar in llguidance's format.
-        packed, words, ends: same as in `grammar_tokenizer`.
+        packed, vocab_size, ends: same as in `grammar_tokenizer`.
         prompt: number of tokens before the answer.
     """
 
     grammar: str
     packed: bytes
-    words: int
+    vocab_size: int
     ends: tuple[int, ...]
     prompt: int
 
@@ -117,7 +117,7 @@ class Grammar(LogitsProcessor):
         if self not in _read:
             if len(self.grammar) > LARGE_CHARACTERS:
                 weakref.finalize(self, trim_heap)  # runs last, because registered first
-            _read[self] = matcher_of(self.grammar, grammar_tokenizer(self.packed, self.words, self.ends)), 0
+            _read[self] = matcher_of(self.grammar, grammar_tokenizer(self.packed, self.vocab_size, self.ends)), 0
         matcher, count = _read[self]
         if tokens[count:]:
             matcher.consume_tokens(tokens[count:])

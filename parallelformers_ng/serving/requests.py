@@ -16,12 +16,12 @@ from parallelformers_ng.serving.structured import Fields, GuidedFields, Texts, T
 
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
 Probability = Annotated[float, Field(gt=0, le=1)]
-MOST_MESSAGES = 4096  # each message costs time in the chat template
+MAX_MESSAGES = 4096  # each message costs time in the chat template
 TokenId = Annotated[StrictInt, Field(ge=0, le=1 << 31)]
 TokenName = Annotated[int, Field(ge=0, le=1 << 31)]  # a key of a JSON object, such as "17"
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-MOST_BIASES = 1024  # each bias is added at every decode step
+MAX_BIASES = 1024  # each bias is added at every decode step
 _NO_TEMPLATE_VARIABLES = {
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
@@ -72,7 +72,7 @@ class Sampling(ApiRequest):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=MOST_BIASES)] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=MAX_BIASES)] = Field(default_factory=dict)
     stop: Texts = Field(default_factory=list)
     stop_token_ids: list[TokenId] = Field(default_factory=list)
     min_tokens: Annotated[int, Field(ge=0, le=1 << 31)] = 0
@@ -93,7 +93,7 @@ class GenerationRequest(Sampling, GuidedFields):
     stream_options: StreamOptions | None = None
 
     @property
-    def most_tokens(self) -> int | None:
+    def token_limit(self) -> int | None:
         """Maximum number of tokens in an answer; None if the request sets no limit."""
         return self.max_tokens
 
@@ -248,7 +248,7 @@ class ChatRequest(TemplateFields, GenerationRequest):
 
     route = CHAT
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -257,7 +257,7 @@ class ChatRequest(TemplateFields, GenerationRequest):
     add_special_tokens: bool | None = None
 
     @property
-    def most_tokens(self) -> int | None:
+    def token_limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -305,5 +305,5 @@ class TokenizeRequest(TemplateFields):
     route = TOKENIZE
 
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(max_length=MOST_MESSAGES)] | None = None
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None

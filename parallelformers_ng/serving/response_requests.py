@@ -8,7 +8,7 @@ from pydantic import Field
 
 from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.fields import RESPONSES
-from parallelformers_ng.serving.requests import MOST_MESSAGES, ChatRequest, Count, Sampling
+from parallelformers_ng.serving.requests import MAX_MESSAGES, ChatRequest, Count, Sampling
 from parallelformers_ng.serving.structured import Fields, StructuredOutputs, without_custom
 
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
@@ -128,8 +128,8 @@ class ResponsesRequest(Sampling):
             messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
-        if not 0 < len(self.input) <= MOST_MESSAGES:
-            raise bad_request(f"the input has {len(self.input)} items; send 1 to {MOST_MESSAGES} items", "input")
+        if not 0 < len(self.input) <= MAX_MESSAGES:
+            raise bad_request(f"the input has {len(self.input)} items; send 1 to {MAX_MESSAGES} items", "input")
         for number, item in enumerate(self.input):
             _add(messages, item, f"input.{number}")
         if all("reasoning_content" in message and "content" not in message for message in messages):

@@ -14,7 +14,7 @@ from parallelformers_ng.serving.api_errors import ApiError, bad_request
 from parallelformers_ng.serving.bare_calls import JSON_STYLE
 from parallelformers_ng.serving.processors import (
     LARGE_CHARACTERS,
-    MOST_CHARACTERS,
+    MAX_CHARACTERS,
     Grammar,
     grammar_tokenizer,
     matcher_of,
@@ -25,9 +25,9 @@ from parallelformers_ng.serving.structured import Constraint
 class Schemas:
     """Converter of constraints to logits processors, which need a fast tokenizer and a token that ends an answer."""
 
-    def __init__(self, tokenizer: Any, words: int, ends: set[int]) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int, ends: set[int]) -> None:
         self._tokenizer = tokenizer
-        self._words = words
+        self._vocab_size = vocab_size
         self._ends = tuple(sorted(ends))
         self._thread = ThreadPoolExecutor(1, "schemas")
 
@@ -45,7 +45,7 @@ class Schemas:
 
     def processor(self, grammar: str, prompt: int) -> Grammar:
         """Make a logits processor for one answer, with the number of tokens before the answer."""
-        return Grammar(grammar, self._packed, self._words, self._ends, prompt)
+        return Grammar(grammar, self._packed, self._vocab_size, self._ends, prompt)
 
     def grammar(self, constraint: Constraint) -> str:
         """Convert a constraint to a grammar in llguidance's format, and check the grammar."""
@@ -56,10 +56,10 @@ class Schemas:
             raise ApiError(501, f"{param} needs the package llguidance on the server: pip install llguidance") from None
         except (ValueError, RecursionError) as error:
             raise bad_request(f"{param}: {error}", param) from None
-        if len(grammar) > MOST_CHARACTERS:
-            message = f"{param} has {len(grammar)} characters as a grammar; the limit is {MOST_CHARACTERS}"
+        if len(grammar) > MAX_CHARACTERS:
+            message = f"{param} has {len(grammar)} characters as a grammar; the limit is {MAX_CHARACTERS}"
             raise bad_request(message, param)
-        matcher = matcher_of(grammar, grammar_tokenizer(self._packed, self._words, self._ends))
+        matcher = matcher_of(grammar, grammar_tokenizer(self._packed, self._vocab_size, self._ends))
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds a grammar that is too complex at the first token, before the ranks run it
         why = matcher.get_error() if matcher.is_error() else ""
@@ -82,7 +82,7 @@ def _grammar(constraint: Constraint) -> str:
             style = {"whitespace_pattern": constraint.whitespace}
         return LLMatcher.grammar_from_json_schema(constraint.value, defaults=style)
     value: str = json.dumps(constraint.value) if constraint.kind == "choice" else constraint.value
-    if len(value) > MOST_CHARACTERS:  # checked before the slow conversion in Python
+    if len(value) > MAX_CHARACTERS:  # checked before the slow conversion in Python
         return value
     kind: Any = constraint.kind
     return grammar_from(kind, value)

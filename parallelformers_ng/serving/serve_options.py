@@ -166,13 +166,13 @@ class ServeOptions:
         return self.max_body_bytes or 16 << 20
 
     @property
-    def most_answers(self) -> int:
+    def max_answers(self) -> int:
         """Maximum number of answers that are decoded or wait at the same time, on Ray in each replica."""
         return self.rows * (self.replicas if self.launcher == "local" else 1) + self.waiting
 
     @property
     def batching(self) -> BatchingOptions:
-        waiting = 2 * self.most_answers  # a call leaves the batch shortly after it leaves the server
+        waiting = 2 * self.max_answers  # a call leaves the batch shortly after it leaves the server
         return BatchingOptions(self.rows, waiting, self.prefill_patience, self.prefix_tokens, self.cache_tokens)
 
 

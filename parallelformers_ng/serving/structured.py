@@ -218,29 +218,29 @@ class ToolChoice:
     Attributes:
         tools: tools that the model may call, in OpenAI's format; empty if the model must not call tools.
         forced: whether the answer must be a tool call.
-        most_calls: maximum number of calls in the answer; None for no limit.
+        max_calls: maximum number of calls in the answer; None for no limit.
     """
 
     tools: list[dict[str, Any]] = field(default_factory=list)
     forced: bool = False
-    most_calls: int | None = None
+    max_calls: int | None = None
 
 
 def read_tool_choice(sent: list[Tool] | None, choice: str | dict[str, Any] | None, several: bool) -> ToolChoice:
     tools = [tool.model_dump() for tool in sent or ()]
-    most_calls = None if several else 1
+    max_calls = None if several else 1
     if isinstance(choice, dict):
         named = _Choice.model_validate({"tool_choice": choice}).tool_choice
         if isinstance(named, Tool):
-            return ToolChoice(_among(tools, [named.function.name]), forced=True, most_calls=1)
+            return ToolChoice(_among(tools, [named.function.name]), forced=True, max_calls=1)
         allowed = [each.function.name for each in named.allowed_tools.tools]
-        return ToolChoice(_among(tools, allowed), named.allowed_tools.mode == "required", most_calls)
+        return ToolChoice(_among(tools, allowed), named.allowed_tools.mode == "required", max_calls)
     if choice not in (None, "auto", "none", "required"):
         message = f"tool_choice is {choice!r}; set 'auto', 'none', 'required', or an object that names a function"
         raise bad_request(message, "tool_choice")
     if choice == "required" and not tools:
         raise bad_request("tool_choice is 'required', but the request has no tools", "tool_choice")
-    return ToolChoice() if choice == "none" else ToolChoice(tools, choice == "required", most_calls)
+    return ToolChoice() if choice == "none" else ToolChoice(tools, choice == "required", max_calls)
 
 
 def _among(tools: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:

@@ -17,10 +17,10 @@ from parallelformers_ng.serving.api_errors import ApiError, bad_request, refusin
 from parallelformers_ng.serving.engine import Engine, seed_of
 from parallelformers_ng.serving.structured import Fields
 
-_MOST_FIELDS = 32
+_MAX_FIELDS = 32
 _REFUSED = ("timestamp_granularities", "timestamp_granularities[]", "include", "include[]", "known_speaker_names[]")
-_MOST_RATE = 192_000
-_MOST_CHANNELS = 8
+_MAX_RATE = 192_000
+_MAX_CHANNELS = 8
 _UNKNOWN = (1 << 63) - 1  # number of frames in a file whose header has no length, such as a recorded stream
 _BLOCK = 1 << 16  # number of frames to decode at a time
 
@@ -54,7 +54,7 @@ class Transcription:
         if origin and origin.partition("://")[2] != host and not {origin, "*"} & set(self._engine.options.cors):
             message = f"the server refuses forms from pages of {origin}; start the server with --cors {origin}"
             raise ApiError(403, message, code="origin")
-        async with request.form(max_files=1, max_fields=_MOST_FIELDS) as form:
+        async with request.form(max_files=1, max_fields=_MAX_FIELDS) as form:
             file = form.get("file")
             if not isinstance(file, UploadFile):
                 raise bad_request("the form has no file", "file")
@@ -111,7 +111,7 @@ class _Named(io.BytesIO):
         return "it"
 
 
-def read_sound(data: bytes, rate: int, most_seconds: float) -> Any:
+def read_sound(data: bytes, rate: int, max_seconds: float) -> Any:
     """Decode a sound file of a format of libsndfile, and mix all channels into one: numpy array float32 `[samples]`.
 
     The length is checked in the header before the decoding, and again while decoding, because a header can be wrong.
@@ -122,18 +122,18 @@ def read_sound(data: bytes, rate: int, most_seconds: float) -> Any:
 
     unreadable = refusing((soundfile.SoundFileError,), "the sound file cannot be read", "file")
     with unreadable, soundfile.SoundFile(_Named(data)) as file:
-        if not 1000 <= file.samplerate <= _MOST_RATE or file.channels > _MOST_CHANNELS:
-            limits = f"{_MOST_CHANNELS} channels at 1000 to {_MOST_RATE} Hz"
+        if not 1000 <= file.samplerate <= _MAX_RATE or file.channels > _MAX_CHANNELS:
+            limits = f"{_MAX_CHANNELS} channels at 1000 to {_MAX_RATE} Hz"
             why = f"the file has {file.channels} channels at {file.samplerate} Hz; send at most {limits}"
             raise bad_request(why, "file")
-        most_frames = int(most_seconds * file.samplerate)
-        too_long = bad_request(f"the file is longer than {most_seconds:g} s (--max-audio-seconds)", "file")
-        if most_frames < file.frames < _UNKNOWN:
+        max_frames = int(max_seconds * file.samplerate)
+        too_long = bad_request(f"the file is longer than {max_seconds:g} s (--max-audio-seconds)", "file")
+        if max_frames < file.frames < _UNKNOWN:
             raise too_long
         parts, frames = [], 0
         while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
             frames += len(block)
-            if frames > most_frames:
+            if frames > max_frames:
                 raise too_long
             parts.append(block.mean(1))
         file_rate = file.samplerate

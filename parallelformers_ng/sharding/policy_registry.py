@@ -21,7 +21,7 @@ from parallelformers_ng.sharding.policy_check import check_policy
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
 
 log = logging.getLogger("parallelformers_ng")
-_LEFT_AT_MOST = 0.1
+_MAX_LEFT = 0.1
 
 
 def known_policies(
@@ -118,4 +118,4 @@ def is_covered(model: nn.Module, policies: Sequence[type[Policy]]) -> bool:
         total += sum(large)
         if not any(path == place or path.startswith(place + ".") for place in places):
             left += sum(large)
-    return left <= _LEFT_AT_MOST * total
+    return left <= _MAX_LEFT * total

@@ -51,7 +51,7 @@ _SIZE_BYTES = 8  # a size is an int64
 _FILE = -1  # the size field of an open file
 _NAMED = frozenset({type, types.FunctionType})
 _OWN_BYTES = 128 << 10
-_MOST_OWN = 64
+_MAX_OWN = 64
 """An answer sends several tensors of at least 128 KiB in memory of their own, at most 64: a tensor that the program
 keeps must not keep the memory of all others. The caller copies smaller tensors, which is as fast."""
 
@@ -103,7 +103,7 @@ def pack(kind: FrameKind, sequence: int, encoded: Encoded, flags: int = 0, apart
     try:
         if apart and not encoded.fds:
             large = {i: part for i, part in enumerate(encoded.outside) if part is not None and len(part) >= _OWN_BYTES}
-        own = [*large][:_MOST_OWN] if len(large) > 1 else []
+        own = [*large][:_MAX_OWN] if len(large) > 1 else []
         for index in own:
             memfds.append(write_memfd([large[index]], len(large[index])))
         parts, size = _parts(encoded, own)

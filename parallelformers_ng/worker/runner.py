@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
-from parallelformers_ng.batching.rounds import News, RankBatch, Round
+from parallelformers_ng.batching.rounds import RankBatch, Round, RoundOutput
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.cuda_graphs.captured import CapturedSteps
@@ -60,8 +60,8 @@ from parallelformers_ng.worker.call import Answer, Assistance, Call
 from parallelformers_ng.worker.caller_modes import callers_modes, changed_draws
 from parallelformers_ng.worker.changed_state import StateReport, note_stores
 from parallelformers_ng.worker.installing import install, install_kernels
-from parallelformers_ng.worker.kept import Kept
 from parallelformers_ng.worker.memory import RankMemory
+from parallelformers_ng.worker.rank_state import RankState
 from parallelformers_ng.worker.weights import RankWeights
 
 
@@ -94,7 +94,7 @@ class ModelRunner(RankWeights):
         self.world_size = world_size
         self.communicator = communicator
         self.code = AppliedChanges()
-        self.kept = Kept()
+        self.rank_state = RankState()
         self.assistant = RankAssistant(rank, device, emit, communicator)
         install(device)
         note_stores()
@@ -133,12 +133,12 @@ class ModelRunner(RankWeights):
 
     def put_state(self, tensors: dict[str, torch.Tensor]) -> None:
         super().put_state(tensors)
-        self.kept.let_go(self.model)
+        self.rank_state.invalidate(self.model)
 
     def drop(self) -> None:
         """Delete the model; afterwards the worker is ready for another model."""
         had_model = self.model is not None
-        self.kept.drop(self.model)
+        self.rank_state.drop(self.model)
         self._clear()
         self.assistant.drop()
         titles.show(f"rank {self.rank} of {self.communicator.world_size}")
@@ -216,7 +216,7 @@ class ModelRunner(RankWeights):
         (running, state), self._running = self._running, (0, None)
         return None if state is None or running != number else state.changes()
 
-    def decode_rows(self, order: Round) -> News:
+    def decode_rows(self, order: Round) -> RoundOutput:
         """Run one round of a batch, and return this rank's report; see `RankBatch.run`."""
         self._prepare(Call("", "generate", (), {}, adapters=order.adapters))
         calls: dict[int, tuple[dict[str, Any], ObjectState] | Description] = {}
@@ -231,12 +231,12 @@ class ModelRunner(RankWeights):
                 calls[number] = call.kwargs, objects
             except NotPortableError as error:
                 calls[number] = describe(error)
-        if self.kept.batch is None:
+        if self.rank_state.batch is None:
             steps = functools.partial(self._captured_steps, "rows")
-            self.kept.batch = RankBatch(self.model, self.communicator, steps)
+            self.rank_state.batch = RankBatch(self.model, self.communicator, steps)
         on_device = contextlib.nullcontext() if self.device.type == "cpu" else self._on_device((), {}, at_end=False)
         with torch.inference_mode(), on_device:
-            return self.kept.batch.run(order, calls)
+            return self.rank_state.batch.run(order, calls)
 
     def recorder(self) -> CudaRecorder | str:
         """A recorder of decode steps for this rank's device, or the reason why decode steps are not recorded."""
@@ -272,19 +272,19 @@ class ModelRunner(RankWeights):
 
     def _captured_steps(self, kind: str) -> CapturedSteps | str:
         """Recordings for a kind of call ("call" or "rows"), or the reason why steps are not recorded."""
-        if kind not in self.kept.steps:
+        if kind not in self.rank_state.steps:
             recorder = self.recorder()
             if isinstance(recorder, str):
                 return recorder
-            self.kept.steps[kind] = CapturedSteps(recorder, self.communicator)
-        steps = self.kept.steps[kind]
-        if self.kept.trial is None and self.kernels is not None:
-            self.kept.trial = KernelTrial(self.kernels, steps.recorder, self.communicator)
-        steps.trial = self.kept.trial
+            self.rank_state.steps[kind] = CapturedSteps(recorder, self.communicator)
+        steps = self.rank_state.steps[kind]
+        if self.rank_state.trial is None and self.kernels is not None:
+            self.rank_state.trial = KernelTrial(self.kernels, steps.recorder, self.communicator)
+        steps.trial = self.rank_state.trial
         return steps
 
     def forget_steps(self) -> None:
-        self.kept.forget_steps()
+        self.rank_state.forget_steps()
 
     def _prepare(self, call: Call) -> None:
         if call.freed_caches:
@@ -292,16 +292,17 @@ class ModelRunner(RankWeights):
         self.caches.last_number = call.cache_block
         if call.code is not None:
             self._take_code(call.code)
-            self.kept.let_go(self.model)
+            self.rank_state.invalidate(self.model)
         if call.hooks is not None or self.hooks.present:
             self.hooks.install(call.hooks, call.cache_block)
-            self.kept.let_go(self.model)  # hooks change what the model computes, and may set attributes of modules
+            # Hooks change what the model computes, and may set attributes of modules.
+            self.rank_state.invalidate(self.model)
         if call.attributes or call.configs or call.environment:
             self._take_changes(call)
         if call.adapters is not None and call.adapters != self.adapters:
             call.adapters.activate(layers_with_adapters(self.model))
             self.adapters = call.adapters
-            self.kept.let_go(self.model)
+            self.rank_state.invalidate(self.model)
 
     def _take_code(self, changes: CodeChanges) -> None:
         self.code.apply(changes, self.model)
@@ -333,7 +334,7 @@ class ModelRunner(RankWeights):
         self.state.look_at_settings()
         names = [*(name for _, name in call.attributes), *call.configs, *call.environment]
         if not all("generation_config" in name for name in names):
-            self.kept.let_go(self.model)
+            self.rank_state.invalidate(self.model)
 
     def ping(self) -> list[int]:
         """Numbers of all ranks, gathered with the communicator that decode steps also use."""

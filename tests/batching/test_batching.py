@@ -31,7 +31,7 @@ from parallelformers_ng import (
 from parallelformers_ng.batching import batch_proof as proof
 from parallelformers_ng.batching import prompts as prompts_of_a_batch
 from parallelformers_ng.batching.batch import Batch
-from parallelformers_ng.batching.prefixes import Prefixes
+from parallelformers_ng.batching.prefix_cache import PrefixCache
 from parallelformers_ng.batching.prepared import prepare
 from parallelformers_ng.batching.prompts import Prompts
 from parallelformers_ng.batching.rounds import RankBatch, Round
@@ -120,7 +120,7 @@ def test_the_proof_tells_which_models_may_share(case):
         pytest.skip("decoders of text alone")
     # In some releases XLM has a cache, and drops the mask and the positions that rows of a batch need.
     alone = case.name in ALONE or (case.name == "xlm-causal" and CACHE in inspect.signature(model.forward).parameters)
-    assert all(proof.why_alone(model, in_pieces) for in_pieces in (True, False)) == alone
+    assert all(proof.why_alone(model, in_chunks) for in_chunks in (True, False)) == alone
 
 
 def test_cache_positions_are_those_of_the_rows(monkeypatch):
@@ -131,7 +131,7 @@ def test_cache_positions_are_those_of_the_rows(monkeypatch):
         "prepare_inputs_for_generation",
         lambda *args, **kwargs: {**prepared(*args, **kwargs), "position_ids": None},
     )
-    assert [proof.why_alone(model, in_pieces) for in_pieces in (True, False)] == ["", ""]
+    assert [proof.why_alone(model, in_chunks) for in_chunks in (True, False)] == ["", ""]
 
 
 def test_streamer_is_called_in_its_callers_thread(groups):
@@ -423,7 +423,7 @@ def forward_lengths(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @torch.inference_mode()
 def test_common_prefix_runs_once(monkeypatch):
-    model, prefixes, numbers = gpt2(), Prefixes(150), torch.Generator().manual_seed(0)
+    model, prefixes, numbers = gpt2(), PrefixCache(150), torch.Generator().manual_seed(0)
     base = torch.randint(5, 95, (1, 40), generator=numbers)
     requests = [base, torch.cat((base[:, :30], base[:, :9]), -1), base[:, :12], base]
     want = [model.generate(ids, max_new_tokens=6, do_sample=False) for ids in requests]
@@ -451,7 +451,7 @@ def test_kept_prefix_serves_prompts_together(worth, forwards, monkeypatch):
     tokens would run again."""
     monkeypatch.setattr(prompts_of_a_batch, "_WORTH_A_PASS", worth)
     for model in (gpt2(), decoder("Llama")):
-        prefixes, numbers = Prefixes(200), torch.Generator().manual_seed(0)
+        prefixes, numbers = PrefixCache(200), torch.Generator().manual_seed(0)
         base, other = (torch.randint(5, 95, (1, 40), generator=numbers) for _ in range(2))
         requests = [
             torch.cat((base[:, :30], other[:, :1]), -1),
@@ -467,9 +467,9 @@ def test_kept_prefix_serves_prompts_together(worth, forwards, monkeypatch):
         rows, seen = Rows(model, None, prefixes), list[tuple[int, int]]()
         everyone = [*prompts]
         while len(prompts):
-            [ran] = prompts.run(64)
-            seen.append((len(ran.rows), prompts.latest // len(ran.rows)))
-            rows.join([ran])
+            [prefill] = prompts.run(64)
+            seen.append((len(prefill.rows), prompts.latest // len(prefill.rows)))
+            rows.join([prefill])
         while len(rows):
             rows.run(1)
         assert all(torch.equal(row.ids, each) for row, each in zip(everyone, want, strict=True))
@@ -487,23 +487,23 @@ def test_long_prompt_joins_one_round_later(widest, rounds):
     batch, tokens, seen = RankBatch(model, None, lambda: "no"), dict[int, list[int]](), list[list[int]]()
     for number in range(12):
         joins = {number: (b"", 0, None)} if number < 2 else {}
-        order = Round(0, joins, [], piece=64, widest=widest, prefixes=100, steps=1)
-        news = batch.run(order, dict(enumerate(calls)))
-        seen.append(sorted(row for row in news.tokens if row not in tokens or len(tokens[row]) < 8))
-        for row, some in news.tokens.items():
+        order = Round(0, joins, [], chunk=64, widest=widest, prefixes=100, steps=1)
+        output = batch.run(order, dict(enumerate(calls)))
+        seen.append(sorted(row for row in output.tokens if row not in tokens or len(tokens[row]) < 8))
+        for row, some in output.tokens.items():
             tokens.setdefault(row, []).extend(some)
     assert seen[:3] == rounds
     assert [tokens[0], tokens[1]] == [ids[0, -8:].tolist() for ids in want]
     late = RankBatch(model, None, lambda: "no")  # a call that is given up after its last prompt token leaves
     for number, leaves in ((0, []), (1, []), (2, [1])):
         joins = {number: (b"", 0, None)} if number < 2 else {}
-        news = late.run(Round(0, joins, leaves, 64, 40, 100, steps=1), dict(enumerate(calls)))
-    assert [*news.tokens] == [0]
+        output = late.run(Round(0, joins, leaves, 64, 40, 100, steps=1), dict(enumerate(calls)))
+    assert [*output.tokens] == [0]
 
 
 def waiting(*lengths: int) -> tuple[Prompts, Rows, list[torch.Tensor]]:
     """Return prompts of a model with kernels, no rows yet, and the tokens that each prompt gets alone."""
-    model, prefixes, numbers = decoder("Llama"), Prefixes(0), torch.Generator().manual_seed(0)
+    model, prefixes, numbers = decoder("Llama"), PrefixCache(0), torch.Generator().manual_seed(0)
     calls = [
         {"input_ids": torch.randint(5, 95, (1, length), generator=numbers), "max_new_tokens": 9, "do_sample": False}
         for length in lengths
@@ -523,10 +523,10 @@ def test_prompts_run_beside_decoding_rows():
     prompts, rows, want = waiting(9, 20, 30)
     everyone, pieces = [*prompts], list[tuple[int, bool]]()
     while len(prompts):
-        ran = prompts.run(16, (lambda: rows.run(1)) if len(rows) else None)
+        prefill = prompts.run(16, (lambda: rows.run(1)) if len(rows) else None)
         pieces.append((prompts.latest, prompts.ran_beside))
-        if ran:
-            rows.join(ran)
+        if prefill:
+            rows.join(prefill)
     while len(rows):
         rows.run(1)
     assert pieces == [(9, False), (16, True), (16, True), (9, True), (9, True)]
@@ -535,7 +535,7 @@ def test_prompts_run_beside_decoding_rows():
 
 @torch.inference_mode()
 def test_rows_that_joined_hold_no_second_cache():
-    model, prefixes = decoder("Llama"), Prefixes(0)
+    model, prefixes = decoder("Llama"), PrefixCache(0)
     prompts, rows, caches = Prompts(model, prefixes), Rows(model, None, prefixes), list[Any]()
     for number in range(2):
         call = {"input_ids": torch.arange(5, 12)[None], "max_new_tokens": 9, "do_sample": False}
@@ -548,7 +548,7 @@ def test_rows_that_joined_hold_no_second_cache():
 
 @pytest.mark.skipif(_decode is None, reason="the C kernel is not built")
 @pytest.mark.parametrize(
-    ("limited", "most_steps", "passes"),
+    ("limited", "max_steps", "passes"),
     [
         (prompts_of_a_batch, 16, [[16, 1, 1, 2]]),
         (prompts_of_a_batch, 2, [[10, 1, 1], [6, 2]]),
@@ -556,15 +556,15 @@ def test_rows_that_joined_hold_no_second_cache():
     ],
 )
 @torch.inference_mode()
-def test_prompts_run_together_without_padding(limited, most_steps, passes, monkeypatch):
+def test_prompts_run_together_without_padding(limited, max_steps, passes, monkeypatch):
     """Four prompts fill a pass of 16 tokens, because only the last two, of one length, share a step."""
     monkeypatch.setattr(prompts_of_a_batch, "_WORTH_A_STEP", 4)
-    monkeypatch.setattr(limited, "MOST_STEPS", most_steps)
+    monkeypatch.setattr(limited, "MAX_STEPS", max_steps)
     prompts, rows, want = waiting(2, 8, 3, 3)
     everyone, together = [*prompts], list[list[int]]()
     while len(prompts):
         results = prompts.run(16)
-        together.append([prompts.latest, *(len(ran.rows) for ran in results)])
+        together.append([prompts.latest, *(len(prefill.rows) for prefill in results)])
         rows.join(results)
     while len(rows):
         rows.run(1)

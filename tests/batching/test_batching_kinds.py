@@ -16,7 +16,7 @@ import transformers as tf
 from parallelformers_ng import parallelize
 from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.batching import batch_proof as proof
-from parallelformers_ng.batching.prefixes import Prefixes
+from parallelformers_ng.batching.prefix_cache import PrefixCache
 from parallelformers_ng.batching.prepared import prepare
 from parallelformers_ng.batching.prompts import Prompts
 from parallelformers_ng.batching.row import BatchRow
@@ -93,7 +93,7 @@ def test_kinds_that_share(kind: str) -> None:
         pytest.skip("this release of transformers gives XLM a cache")
     if kind == "columns that come last" and tf.__version__.startswith("5.17."):
         pytest.skip("this release keeps the positions of its columns in the model's cache, not in its layers")
-    assert "" in [proof.why_alone(model, in_pieces) for in_pieces in (True, False)]
+    assert "" in [proof.why_alone(model, in_chunks) for in_chunks in (True, False)]
 
 
 @pytest.mark.parametrize("make", [openai_gpt, mpt, minimax, lambda: sparse(heads=32)])
@@ -123,14 +123,14 @@ def test_unusual_models_share_calls_on_ranks(
 
 def test_length_dependent_cache_is_refused() -> None:
     config = tf.ReformerConfig(is_decoder=True)
-    assert "past_buckets_states" in proof.why_alone(twin(tf.ReformerModelWithLMHead, config), in_pieces=False)
+    assert "past_buckets_states" in proof.why_alone(twin(tf.ReformerModelWithLMHead, config), in_chunks=False)
 
 
 @pytest.mark.parametrize("family", ["DeepseekV32", "GlmMoeDsa"])
 def test_choice_between_equal_scores_is_refused(family: str) -> None:
     """Few heads of an indexer give many keys the score 0. By chance, few tokens of the proof depend on the choice."""
     model = sparse(3, family)
-    assert all("equal scores" in proof.why_alone(model, in_pieces) for in_pieces in (True, False))
+    assert all("equal scores" in proof.why_alone(model, in_chunks) for in_chunks in (True, False))
 
 
 @pytest.mark.parametrize(("dim", "equal"), [((0,), True), ((1,), False), ((), False)])
@@ -148,28 +148,28 @@ def test_limit_of_keys_counts_padding() -> None:
 def test_layer_states_are_seen_by_the_proof() -> None:
     """By chance the small model's tokens agree in a batch and alone, but its scores differ."""
     model = twin(tf.RecurrentGemmaForCausalLM, tf.RecurrentGemmaConfig())
-    assert all(proof.why_alone(model, in_pieces) for in_pieces in (True, False))
+    assert all(proof.why_alone(model, in_chunks) for in_chunks in (True, False))
 
 
 def test_shared_scores_must_equal_solo_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     model = decoder("Llama")
-    assert not proof.why_alone(model, in_pieces=True)
+    assert not proof.why_alone(model, in_chunks=True)
     head = model.lm_head.forward
     monkeypatch.setattr(model.lm_head, "forward", lambda states: head(states) * (1.0 + 0.01 * (len(states) > 1)))
-    assert "scores differ" in proof.why_alone(model, in_pieces=True)
+    assert "scores differ" in proof.why_alone(model, in_chunks=True)
 
 
 def test_proof_runs_prompts_together_and_in_pieces() -> None:
     model, shapes = decoder("Llama"), []
     model.get_input_embeddings().register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
-    proof.why_alone(model, in_pieces=True, lengths=((3, 9), (5, 6), (15, 4)))
+    proof.why_alone(model, in_chunks=True, lengths=((3, 9), (5, 6), (15, 4)))
     assert (2, 5) in shapes
     assert (1, 4) in shapes, "11 tokens run as 4, 4 and 3"
 
 
 def test_model_looking_ahead_takes_whole_prompts() -> None:
     model = twin(tf.BertGenerationDecoder, tf.BertGenerationConfig(is_decoder=False))
-    assert proof.why_alone(model, in_pieces=True)
+    assert proof.why_alone(model, in_chunks=True)
 
 
 def test_call_without_cache_shares_no_batch() -> None:
@@ -180,10 +180,10 @@ def test_call_without_cache_shares_no_batch() -> None:
 
 def test_steps_that_are_not_recorded_say_why() -> None:
     model, captured = openai_gpt(), SimpleNamespace(reason="")
-    prompts, rows = Prompts(model, Prefixes(0)), Rows(model, None, Prefixes(0), captured)
+    prompts, rows = Prompts(model, PrefixCache(0)), Rows(model, None, PrefixCache(0), captured)
     prompts.add(BatchRow(0, prepare(model, {"input_ids": torch.tensor([[11, 12, 13]]), "max_new_tokens": 5})))
-    ran = prompts.run(0)
-    rows.join(ran)
+    prefill = prompts.run(0)
+    rows.join(prefill)
     rows.run(1, positions=1000)
     assert captured.reason == "the model has no cache"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from parallelformers_ng.batching.prefixes import Prefixes
+from parallelformers_ng.batching.prefix_cache import PrefixCache
 
 IDS = torch.randint(5, 95, (1, 400), generator=torch.Generator().manual_seed(0))
 
@@ -22,7 +22,7 @@ IDS = torch.randint(5, 95, (1, 400), generator=torch.Generator().manual_seed(0))
     ],
 )
 def test_sequence_is_kept_if_that_saves_time(tokens: int, copies: bool, kept: int) -> None:
-    prefixes = Prefixes(2000)
+    prefixes = PrefixCache(2000)
     for length in (256, tokens):
         cache = DynamicCache([(torch.zeros(1, 2, length, 4),) * 2] * 2)
         prefixes.keep(IDS[:, :length], cache, 0, copies or length == 256)

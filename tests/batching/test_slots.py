@@ -14,14 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallelformers_ng.batching.batch import Batch
-from parallelformers_ng.batching.prefixes import Prefixes
+from parallelformers_ng.batching.prefix_cache import PrefixCache
 from parallelformers_ng.batching.prepared import prepare
 from parallelformers_ng.batching.prompts import Prompts
 from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.batching.slots import CapturedRows, Slots
 from parallelformers_ng.cuda_graphs.captured import CapturedSteps
-from parallelformers_ng.cuda_graphs.modes import CAPTURED, MOST_POSITIONS, static_generation
+from parallelformers_ng.cuda_graphs.modes import CAPTURED, MAX_POSITIONS, static_generation
 from parallelformers_ng.errors import WorkerError
 from parallelformers_ng.options import BatchingOptions
 from tests.batching.test_batching import ALONE
@@ -46,7 +46,7 @@ class Decoded:
         alone: Any = SimpleNamespace(world_size=1, before_reset=lambda _: None, launching=contextlib.nullcontext)
         self.recorder: Any = OperatorRecorder()
         self.steps = CapturedSteps(self.recorder, alone)
-        self.captured, prefixes = CapturedRows(model, lambda: self.steps), Prefixes(2000)
+        self.captured, prefixes = CapturedRows(model, lambda: self.steps), PrefixCache(2000)
         self.rows, self.prompts = Rows(model, None, prefixes, self.captured), Prompts(model, prefixes)
         self.finished: list[BatchRow] = []
         if model.generation_config.pad_token_id is None:
@@ -62,10 +62,10 @@ class Decoded:
             self.finished.append(BatchRow(len(self.finished), prepare(self._model, call)))
             self.prompts.add(self.finished[-1])
         while len(self.prompts):
-            if ran := self.prompts.run(1000):
-                self.rows.join(ran)
+            if prefill := self.prompts.run(1000):
+                self.rows.join(prefill)
 
-    def step(self, positions: int = MOST_POSITIONS) -> None:
+    def step(self, positions: int = MAX_POSITIONS) -> None:
         self.rows.run(1, positions, ROWS)
 
     def check(self, left: Collection[int] = ()) -> None:
@@ -151,7 +151,7 @@ def test_rows_of_any_length_get_solo_tokens(make: Callable[[], Any]) -> None:
                 left.add(next(iter(decoded.rows)).number)
                 decoded.rows.leave(left)
         if len(decoded.rows):
-            decoded.step(0 if step % 50 == 49 else MOST_POSITIONS)
+            decoded.step(0 if step % 50 == 49 else MAX_POSITIONS)
     while len(decoded.rows):
         decoded.step()
     assert decoded.recorder.replays > 100
@@ -250,7 +250,7 @@ def test_fewer_rows_use_the_larger_cache_again() -> None:
 def test_full_device_gets_shorter_passes_first(caplog: pytest.LogCaptureFixture) -> None:
     """A pass of many prompt tokens may have taken the memory. Only the next error ends the recordings."""
     group: Any = SimpleNamespace(submit=lambda request: None, do_later=lambda action: action(), device="cuda")
-    batch = Batch(BatchingOptions(), SimpleNamespace(in_pieces=True), group, CAPTURED)  # type: ignore[arg-type]
+    batch = Batch(BatchingOptions(), SimpleNamespace(in_chunks=True), group, CAPTURED)  # type: ignore[arg-type]
     error = torch.OutOfMemoryError("CUDA out of memory")
     error.__class__ = type("OutOfMemory", (torch.OutOfMemoryError, WorkerError), {})
     call = SimpleNamespace(tokens=(3, 9), adapters=None, seed=None)
@@ -261,9 +261,9 @@ def test_full_device_gets_shorter_passes_first(caplog: pytest.LogCaptureFixture)
         return True
 
     ticket: Any = SimpleNamespace(
-        call=call, given_up=False, update=None, is_suspect=False, needs_solitude=False, has_news=False
+        call=call, given_up=False, update=None, is_suspect=False, needs_solitude=False, has_output=False
     )
-    ticket.parcel, ticket.positions, ticket.begin_again = (b"", 0), MOST_POSITIONS, begin_again
+    ticket.parcel, ticket.positions, ticket.begin_again = (b"", 0), MAX_POSITIONS, begin_again
     batch.add(ticket, ())
     seen = []
     for _ in range(2):
@@ -281,13 +281,13 @@ def test_full_device_gets_shorter_passes_first(caplog: pytest.LogCaptureFixture)
 def test_measured_memory_bounds_recorded_steps() -> None:
     """Steps over a larger cache than by default are recorded if the memory for the rows allows it."""
     group: Any = SimpleNamespace(submit=lambda request: None, device="cpu")
-    trial: Any = SimpleNamespace(in_pieces=False)
-    for tokens, positions in ((1000, MOST_POSITIONS), (50_000, 50_000), (None, MOST_POSITIONS)):
+    trial: Any = SimpleNamespace(in_chunks=False)
+    for tokens, positions in ((1000, MAX_POSITIONS), (50_000, 50_000), (None, MAX_POSITIONS)):
         batch = Batch(BatchingOptions(cache_tokens=tokens), trial, group, CAPTURED)
         call = SimpleNamespace(tokens=(3, 9), adapters=None, seed=None)
         ticket: Any = SimpleNamespace(call=call, given_up=False, update=None, is_suspect=False, needs_solitude=False)
-        ticket.parcel, ticket.positions = (b"", 0), MOST_POSITIONS
+        ticket.parcel, ticket.positions = (b"", 0), MAX_POSITIONS
         batch.add(ticket, ())
         order = batch.next_round()
         assert order is not None
-        assert (order.positions, order.most_rows) == (positions, 16)
+        assert (order.positions, order.max_rows) == (positions, 16)

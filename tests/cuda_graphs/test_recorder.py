@@ -135,7 +135,7 @@ def test_out_of_memory_releases_captured_steps(on_a_device: Make) -> None:
     alone = SingleCommunicator(Arena.create(1))
     replica = on_a_device(alone)
     replica.hooks = InstalledHooks(torch.nn.Module(), lambda cache: cache)
-    captured = replica.kept.steps["call"] = CapturedSteps(OperatorRecorder(), alone)  # type: ignore[arg-type]
+    captured = replica.rank_state.steps["call"] = CapturedSteps(OperatorRecorder(), alone)  # type: ignore[arg-type]
     released: list[bool] = []
     for error, kept in ((ValueError, 1), (torch.OutOfMemoryError, 0)):
         captured._caches[1] = SimpleNamespace(release=lambda: released.append(True))  # type: ignore[assignment]

@@ -21,7 +21,7 @@ from tests.kernels.triton.interpreter import interpret
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """Return a function that measures one part with small sizes and returns the figures."""
-    small = {"ROWS": (1, 2), "CONTEXTS": (5,), "CALLERS": (1, 2), "PROMPT": 5, "TOKENS": 6, "LEAST_BYTES": 0}
+    small = {"ROWS": (1, 2), "CONTEXTS": (5,), "CALLERS": (1, 2), "PROMPT": 5, "TOKENS": 6, "MIN_BYTES": 0}
     for name, value in (small | {"WEIGHTS": ("bf16", "int8"), "SUM_BYTES": (64,)}).items():
         monkeypatch.setattr(gpu_parts, name, value)
     monkeypatch.setattr(gpu, "copy_bandwidth", lambda device: 1e9)

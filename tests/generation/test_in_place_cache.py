@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from parallelformers_ng.generation.in_place_cache import LEAST_SPARE_TOKENS, append_in_place, expect, spread
+from parallelformers_ng.generation.in_place_cache import MIN_SPARE_TOKENS, append_in_place, expect, spread
 
 CONCATENATE, CROP, CROP_ALL = DynamicLayer.update, DynamicLayer.crop, DynamicCache.crop
 
@@ -49,7 +49,7 @@ class Pair:
 def test_in_place_cache_equals_concatenation(grow: Callable[..., object]) -> None:
     pair = Pair(grow)
     pair.append(7)
-    for _ in range(3 * LEAST_SPARE_TOKENS):
+    for _ in range(3 * MIN_SPARE_TOKENS):
         pair.append(1)
     pair.append(5)
     for layer in pair.layers:
@@ -69,9 +69,9 @@ def test_in_place_cache_equals_concatenation(grow: Callable[..., object]) -> Non
 @torch.inference_mode()
 def test_expected_tokens_have_room(grow: Callable[..., object]) -> None:
     pair, places = Pair(grow), set()
-    expect(pair.layers, 5 * LEAST_SPARE_TOKENS)
+    expect(pair.layers, 5 * MIN_SPARE_TOKENS)
     for _ in range(5):
-        pair.append(LEAST_SPARE_TOKENS)
+        pair.append(MIN_SPARE_TOKENS)
         places.add(pair.layers[0].keys.data_ptr())
     assert len(places) == 1
 
@@ -81,7 +81,7 @@ def test_a_step_writes_where_there_is_room(grow: Callable[..., object]) -> None:
     pair = Pair(grow)
     pair.append(7)
     places = set()
-    for _ in range(LEAST_SPARE_TOKENS):
+    for _ in range(MIN_SPARE_TOKENS):
         pair.append(1)
         places.add(pair.layers[0].keys.data_ptr())
     assert len(places) == 1

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from parallelformers_ng.generation import in_place_cache
 from parallelformers_ng.generation.in_place_cache import (
-    LEAST_SPARE_TOKENS,
+    MIN_SPARE_TOKENS,
     append_in_place,
     expect,
     extended_jointly,
@@ -70,17 +70,17 @@ def test_joint_room_grows_and_crops() -> None:
     pair.crop(2)
     pair.crop(0)
     assert pair.append(3) in addresses
-    assert pair.append(LEAST_SPARE_TOKENS) not in addresses
+    assert pair.append(MIN_SPARE_TOKENS) not in addresses
     pair.append(1)
-    assert pair.cache.get_seq_length() == 9 + LEAST_SPARE_TOKENS
+    assert pair.cache.get_seq_length() == 9 + MIN_SPARE_TOKENS
 
 
 def test_expected_tokens_need_no_larger_room() -> None:
     pair = Pair()
-    expect(pair.cache.layers, 5 * LEAST_SPARE_TOKENS)
-    addresses = {pair.append(LEAST_SPARE_TOKENS) for _ in range(5)}
+    expect(pair.cache.layers, 5 * MIN_SPARE_TOKENS)
+    addresses = {pair.append(MIN_SPARE_TOKENS) for _ in range(5)}
     assert len(addresses) == 1
-    assert pair.append(3 * LEAST_SPARE_TOKENS) not in addresses
+    assert pair.append(3 * MIN_SPARE_TOKENS) not in addresses
 
 
 def test_addresses_are_those_of_the_layers() -> None:
@@ -126,7 +126,7 @@ def test_changed_layers_get_new_memory(change: str) -> None:
 def test_large_caches_and_batches_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Pair(sequences=2).append(1) is None
     of_token = 2 * LAYERS * HEADS * WIDTH * 4
-    monkeypatch.setattr(in_place_cache, "MOST_JOINT_BYTES", 9 * of_token)
+    monkeypatch.setattr(in_place_cache, "MAX_JOINT_BYTES", 9 * of_token)
     pair = Pair()
     assert pair.append(9) is not None
     pair.crop(9)

@@ -59,7 +59,7 @@ class RecordedRunner(ModelRunner):
 
     def lose_memory(self) -> None:
         """Make the next call allocate its caches at other addresses."""
-        caches = self.kept.steps["call"]._caches.values()
+        caches = self.rank_state.steps["call"]._caches.values()
         self.lost = [layer.whole for kept in caches for layer in kept.layers]
         for kept in caches:
             for layer in kept.layers:

@@ -12,21 +12,21 @@ from tests.helpers.patience import PROMPTLY
 
 
 class _Pause(Request):
-    def __init__(self, let_go: threading.Event) -> None:
+    def __init__(self, resume: threading.Event) -> None:
         super().__init__("pause", ())
-        self.let_go = let_go
+        self.resume = resume
 
     def prepare(self) -> bool:
-        self.let_go.wait(PROMPTLY)
+        self.resume.wait(PROMPTLY)
         return False
 
 
 @contextlib.contextmanager
 def paused(group: WorkerGroup) -> Iterator[threading.Event]:
     """Pause the group within the block, until the yielded event is set."""
-    let_go = threading.Event()
-    group.submit(_Pause(let_go))
+    resume = threading.Event()
+    group.submit(_Pause(resume))
     try:
-        yield let_go
+        yield resume
     finally:
-        let_go.set()
+        resume.set()

@@ -80,7 +80,7 @@ def models(family: str, dtype: torch.dtype = torch.float32, as_one: bool = False
 
 def in_c(rows: int, tokens: int, dtype: torch.dtype = torch.float32) -> int:
     """Return 1 if the kernels compute prompts of this size, 0 if torch does."""
-    return int(rows * tokens <= operators.MOST_ROWS[dtype])
+    return int(rows * tokens <= operators.MAX_ROWS[dtype])
 
 
 def prompt(rows: int, tokens: int = 7) -> dict[str, Tensor]:

@@ -195,7 +195,7 @@ def test_states_of_another_width_raise_as_before(calls: Counter[str]) -> None:
 @FLOATS
 def test_wide_batches_are_left_to_torch(dtype: torch.dtype, calls: Counter[str]) -> None:
     _, fused = models("llama", dtype)
-    most = operators.MOST_ROWS[dtype]
+    most = operators.MAX_ROWS[dtype]
     generate(fused, rows=most, tokens=2)
     assert calls == {"attention_half": LAYERS, "feed_half": LAYERS}
     generate(fused, rows=most + 1, tokens=2)

@@ -88,7 +88,7 @@ def test_two_steps_run_in_one_call(family: str, dtype: torch.dtype, calls: Count
 
 
 def too_many_rows(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model.model.layers.view(), "most_rows", 16)  # 14 and 3 are more
+    monkeypatch.setattr(model.model.layers.view(), "max_rows", 16)  # 14 and 3 are more
 
 
 def without_kernel(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,10 +144,10 @@ def test_several_prompts_run_in_one_call(has_rows: bool, calls: Counter[str]) ->
 def test_steps_beyond_the_limit_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     _, fused = models("llama", as_one=True)
     new_caches = [DynamicCache(config=fused.config) for _ in range(3)]
-    monkeypatch.setattr(fused.model.layers.view(), "most_rows", 14)  # two steps have 10 tokens, three have 15
+    monkeypatch.setattr(fused.model.layers.view(), "max_rows", 14)  # two steps have 10 tokens, three have 15
     joint = JointPass.of(fused)
     assert joint is not None
-    assert joint.most_tokens == 14
+    assert joint.max_tokens == 14
     got = joint.run([step_of(fused, other_step(cache), [4]) for cache in new_caches], None)
     assert torch.equal(*got)
     assert [cache.get_seq_length() for cache in new_caches] == [5, 5, 0]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from parallelformers_ng.kernels import operators
-from parallelformers_ng.kernels.operators import MOST_ROWS, StreamingLinear, StreamingQuantizedLinear
+from parallelformers_ng.kernels.operators import MAX_ROWS, StreamingLinear, StreamingQuantizedLinear
 from parallelformers_ng.kernels.sdpa import with_kernel
 from parallelformers_ng.sharding.encoding import Encoding
 from parallelformers_ng.sharding.quantized import hold
@@ -38,7 +38,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 def test_linear_layer_is_equal_with_any_threads(
     kind: str | None, dtype: torch.dtype, threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(MOST_ROWS, dtype, 32)  # independent of this processor's limit
+    monkeypatch.setitem(MAX_ROWS, dtype, 32)  # independent of this processor's limit
     layer = _layer(kind, dtype)
     for rows in (1, 2, 7, 23):
         x = torch.randn(1, rows, INPUTS).to(dtype)

@@ -12,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from parallelformers_ng.kernels import operators
 from parallelformers_ng.kernels.installation import install
-from parallelformers_ng.kernels.operators import MOST_ROWS, FusedRMSNorm, StreamingLinear, StreamingQuantizedLinear
+from parallelformers_ng.kernels.operators import MAX_ROWS, FusedRMSNorm, StreamingLinear, StreamingQuantizedLinear
 from parallelformers_ng.sharding.encoding import Encoding
 from parallelformers_ng.sharding.quantized import hold
 
@@ -48,7 +48,7 @@ def _layer(inputs: int, outputs: int, dtype: torch.dtype, bias: bool) -> Streami
 def test_results_are_as_exact_as_those_of_torch(
     inputs: int, dtype: torch.dtype, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(MOST_ROWS, dtype, 32)  # independent of this processor's limit
+    monkeypatch.setitem(MAX_ROWS, dtype, 32)  # independent of this processor's limit
     for outputs in (1, 2, 7, 33):
         for bias in (False, True):
             layer = _layer(inputs, outputs, dtype, bias)
@@ -97,7 +97,7 @@ def test_bfloat16_rounds_once_to_nearest_even() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_neither_rows_nor_outputs_depend_on_their_neighbours(dtype: torch.dtype, calls: list[int]) -> None:
-    rows = MOST_ROWS[dtype]
+    rows = MAX_ROWS[dtype]
     layer, x = _layer(571, 43, dtype, bias=True), torch.randn(rows, 571).to(dtype)
     part = nn.Linear(571, 2, dtype=dtype)
     install(part)
@@ -139,7 +139,7 @@ def test_layer_is_left_to_torch_when_needed(calls: list[int]) -> None:
     layer(x.requires_grad_()).sum().backward()
     assert x.grad is not None, "outside of inference mode gradients flow"
     with torch.inference_mode():
-        x = torch.randn(MOST_ROWS[torch.float32] + 1, 8)
+        x = torch.randn(MAX_ROWS[torch.float32] + 1, 8)
         layer(x)
         layer(x[:0])
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from parallelformers_ng.kernels import operators
-from parallelformers_ng.kernels.operators import MOST_ROWS, spans_of
+from parallelformers_ng.kernels.operators import MAX_ROWS, spans_of
 from tests.helpers.step_models import FAMILIES, LAYERS, VOCABULARY, distance, models
 
 pytestmark = pytest.mark.skipif(operators._decode is None, reason="the C kernel is not built")
@@ -24,7 +24,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 def many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise the row limits, so that the kernels compute every step on any processor."""
     for dtype in (torch.float32, torch.bfloat16):
-        monkeypatch.setitem(MOST_ROWS, dtype, 512)
+        monkeypatch.setitem(MAX_ROWS, dtype, 512)
 
 
 def ids_of(rows: int, tokens: int) -> Tensor:

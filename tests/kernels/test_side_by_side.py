@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.collectives.threads import ThreadCommunicator, _Meeting
-from parallelformers_ng.kernels.side_by_side import MOST_ROWS, PartOfProduct, SideBySide, lay_side_by_side
+from parallelformers_ng.kernels.side_by_side import MAX_ROWS, PartOfProduct, SideBySide, lay_side_by_side
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
 from tests.zoo.build import largest_difference
@@ -186,7 +186,7 @@ def test_layers_without_gain_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
         assert type(model.first) is type(model.second) is nn.Linear
     _, model = pair()
     with torch.inference_mode():
-        for rows in (1, MOST_ROWS + 1, MOST_ROWS):
+        for rows in (1, MAX_ROWS + 1, MAX_ROWS):
             products.clear()
             model(torch.randn(rows, 8))
-            assert products == {1: [5, 3, 8], MOST_ROWS + 1: [5, 3], MOST_ROWS: [8]}[rows]
+            assert products == {1: [5, 3, 8], MAX_ROWS + 1: [5, 3], MAX_ROWS: [8]}[rows]

@@ -63,7 +63,7 @@ def main() -> None:
             "WARM_UPS": 1,
             "BURSTS": 1,
             "TOKENS": 8,
-            "LEAST_BYTES": 0,
+            "MIN_BYTES": 0,
             "PROMPT": 8,
         }
         kinds = {"with kernels": f"{ranks}KernelRank", "without": f"{ranks}Rank"}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import cache_utils
 from transformers.cache_utils import Cache
 
-from parallelformers_ng.batching.rounds import News, Round
+from parallelformers_ng.batching.rounds import Round, RoundOutput
 from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.collectives import small_sums
@@ -106,13 +106,13 @@ class PretendedRunner(ModelRunner):
         _check()
         return answer
 
-    def decode_rows(self, requested: Round) -> News:
+    def decode_rows(self, requested: Round) -> RoundOutput:
         before = totals(ledger.entries)
-        news = super().decode_rows(requested)
-        if len(news.tokens) and not (requested.joins or requested.leaves or news.ended):
+        output = super().decode_rows(requested)
+        if len(output.tokens) and not (requested.joins or requested.leaves or output.ended):
             _rounds.append((requested.steps, dict(totals(ledger.entries) - before)))
         _check()
-        return news
+        return output
 
     def counted(self) -> dict[str, dict[str, int]]:
         """Return `Ledger.take`."""
@@ -158,7 +158,7 @@ class PretendedRunner(ModelRunner):
 
     def static_caches(self) -> int:
         """Return the number of caches kept for recordings."""
-        return len(self.kept.steps["call"]._caches) if "call" in self.kept.steps else 0
+        return len(self.rank_state.steps["call"]._caches) if "call" in self.rank_state.steps else 0
 
     def computed_as_one(self) -> int:
         """Return the number of layers that share a product with others."""

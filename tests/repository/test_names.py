@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-MOST_WORDS = 8
+MAX_WORDS = 8
 
 
 def test_names_of_tests_have_at_most_eight_words() -> None:
@@ -15,6 +15,6 @@ def test_names_of_tests_have_at_most_eight_words() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("test_"):
                 words = node.name.removeprefix("test_").split("_")
-                if len(words) > MOST_WORDS:
+                if len(words) > MAX_WORDS:
                     too_long.append(f"{path.relative_to(TESTS)}:{node.lineno}: {node.name} has {len(words)} words")
     assert too_long == []

@@ -103,7 +103,7 @@ def test_batch_takes_as_many_calls_as_allowed(groups, rows, waiting, count):
     expected, refused, group = max(0, count - rows - waiting), [0], groups(1)
     with parallelize(decoder("Llama"), workers=group, batching={"rows": rows, "waiting": waiting}) as model:
         model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=1)  # runs the proof that calls may share batches
-        with paused(group) as let_go, ThreadPoolExecutor(count) as pool:
+        with paused(group) as resume, ThreadPoolExecutor(count) as pool:
 
             def ask(_: int) -> torch.Tensor | None:
                 try:
@@ -111,7 +111,7 @@ def test_batch_takes_as_many_calls_as_allowed(groups, rows, waiting, count):
                 except BatchingError:
                     refused[0] += 1
                     if refused[0] == expected:
-                        let_go.set()
+                        resume.set()
                     return None
 
             answers = list(pool.map(ask, range(count)))

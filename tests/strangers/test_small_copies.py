@@ -118,7 +118,7 @@ def test_batch_is_proven_despite_requested_outputs(setting: str) -> None:
     setattr(model.config, setting, True)
     model.generation_config.return_dict_in_generate = True
     setattr(model.generation_config, setting, True)
-    assert proof.why_alone(model, in_pieces=True) == ""
+    assert proof.why_alone(model, in_chunks=True) == ""
 
 
 def test_failed_batch_proof_makes_calls_run_alone(groups, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,14 +44,14 @@ class Sharing:
             "encoder"; "no text" (it generates sound, or by CTC, without a loop); "not from text" (transformers' own
             `generate` needs more than token ids); "unbuilt".
         reason: explanation, unless it shares.
-        in_pieces: whether prompts run side by side and in pieces.
+        in_chunks: whether prompts run side by side and in pieces.
     """
 
     model_type: str
     model_class: str
     status: str
     reason: str = ""
-    in_pieces: bool = False
+    in_chunks: bool = False
 
 
 def shares(model_type: str) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ def _tried(model_type: str, cls: Any) -> Sharing:
     if config.is_encoder_decoder:
         result.status, result.reason = "encoder", "it has an encoder"
         return result
-    result.reason, result.in_pieces = prove(cls, config)
+    result.reason, result.in_chunks = prove(cls, config)
     if result.reason:
         result.status = "alone"
         try:
@@ -90,6 +90,6 @@ def _tried(model_type: str, cls: Any) -> Sharing:
         except Exception as error:  # unusual models may raise anything
             result.status, result.reason = "not from text", f"{type(error).__name__}: {error}"
     else:
-        result.reason = why_alone(make_twin(cls, config, seed=_SEED).model, result.in_pieces, CALLS)
+        result.reason = why_alone(make_twin(cls, config, seed=_SEED).model, result.in_chunks, CALLS)
         result.status = "wrong" if result.reason else "shares"
     return result

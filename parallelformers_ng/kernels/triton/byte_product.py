@@ -33,15 +33,15 @@ from torch import Tensor
 
 from parallelformers_ng.kernels.triton.launch import Launch, operator, splits_for
 
-MOST_ROWS = 32
-MOST_WEIGHTS = 3
+MAX_ROWS = 32
+MAX_WEIGHTS = 3
 OUTPUTS_OF_PROGRAM = 32
 _INPUTS_AT_ONCE = 256
 # With more rows than these, x takes so much shared memory that a program reads half as many inputs at once.
 _MANY_ROWS = 16
 # One for every 16 outputs: with more, two warps would widen the same numbers.
 WARPS = 2
-_MOST_SPLITS = 16
+_MAX_SPLITS = 16
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def byte_product_launches(
     is_fp8 = weights[0].dtype is torch.float8_e4m3fn
     if is_fp8:
         weights = [weight.view(torch.int8) for weight in weights]
-    rows = _MANY_ROWS if len(x) <= _MANY_ROWS else MOST_ROWS
+    rows = _MANY_ROWS if len(x) <= _MANY_ROWS else MAX_ROWS
     constants = {"FP8": is_fp8, "ROWS": rows, "INPUTS": at_once(_INPUTS_AT_ONCE, len(x))}
     return product_launches(byte_product_kernel, x, weights, scales, biases, {}, constants, stages=4)
 
@@ -141,8 +141,8 @@ def product_launches(
         constants: constants of the kernel by name, apart from BIASED and OUTPUTS.
     """
     rows, inputs = x.shape
-    if rows > MOST_ROWS:
-        raise ValueError(f"x has {rows} rows; the kernel multiplies up to {MOST_ROWS}")
+    if rows > MAX_ROWS:
+        raise ValueError(f"x has {rows} rows; the kernel multiplies up to {MAX_ROWS}")
     outputs = [len(weight) for weight in weights]
     tiles = sum(-(-each // OUTPUTS_OF_PROGRAM) for each in outputs)
     splits = splits_of(tiles, inputs)
@@ -150,7 +150,7 @@ def product_launches(
     y = torch.empty((splits, rows, sum(outputs)), dtype=dtype, device=x.device)
     arguments: dict[str, Any] = {"x": x, "y": y, "rows": rows, "inputs": inputs, "splits": splits}
     arguments |= {"x_row": x.stride(0), "y_row": sum(outputs)}
-    for place in range(MOST_WEIGHTS):
+    for place in range(MAX_WEIGHTS):
         at = place if place < len(weights) else 0
         arguments |= {f"q{place}": weights[at], f"s{place}": scales[at], f"b{place}": (biases or scales)[at]}
         arguments[f"outputs{place}"] = outputs[at] if at == place else 0
@@ -170,7 +170,7 @@ def splits_of(tiles: int, inputs: int) -> int:
     two iterations of the kernel's loop.
     """
     steps = -(-inputs // _INPUTS_AT_ONCE)
-    return splits_for(tiles, min(_MOST_SPLITS, steps // 2))
+    return splits_for(tiles, min(_MAX_SPLITS, steps // 2))
 
 
 byte_product = operator(

@@ -29,7 +29,7 @@ from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_
 GROUP = 32
 _GROUPS_AT_ONCE = 8
 # Least rows of a product of tensor cores.
-_LEAST_ROWS = 8
+_MIN_ROWS = 8
 
 # PTX for four bytes `$4` and the scales `$5`, `$6` of their numbers: the low numbers times the scales go to `$0` and
 # `$1`, the high ones to `$2` and `$3`, two numbers in a register. A number with its sign bit inverted becomes the last
@@ -151,7 +151,7 @@ def nibble_product_launches(
     others = {"x": pairs, "inputs": pairs.shape[1], "x_row": pairs.stride(0), "group_steps": groups // group_step}
     constants: dict[str, Any] = {
         "PTX": isinstance(nibble_product_kernel, triton.JITFunction),
-        "ROWS": max(_LEAST_ROWS, power_of_two(len(x))),
+        "ROWS": max(_MIN_ROWS, power_of_two(len(x))),
         "GROUPS": at_once(_GROUPS_AT_ONCE, len(x)),
         "GROUP_STEP": group_step,
     }

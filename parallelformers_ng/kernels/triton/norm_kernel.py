@@ -22,7 +22,7 @@ from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_
 from parallelformers_ng.kernels.triton.partial_results import load_sum, row_distance
 
 # Widest row that the registers of a program hold.
-MOST_COLUMNS = 1 << 14
+MAX_COLUMNS = 1 << 14
 _COLUMNS_PER_WARP = 1024
 
 
@@ -49,7 +49,7 @@ def norm_launches(
     """Return the launch that writes s and y, and both outputs, contiguous and of the shape of x.
 
     Args:
-        x: `[rows, 1, columns]`, with at most `MOST_COLUMNS` columns.
+        x: `[rows, 1, columns]`, with at most `MAX_COLUMNS` columns.
         d: partial results, `[splits, rows, columns]`, dense along the columns. If d is None, y is the norm of x, and s
             is not written.
         w: weight of the norm, `[columns]`.

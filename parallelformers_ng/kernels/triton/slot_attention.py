@@ -30,9 +30,9 @@ from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_
 from parallelformers_ng.kernels.triton.rotary_kernel import row_step
 
 # Least size of each side of a product that Triton compiles (`tl.dot`).
-LEAST_SIDE = 16
+MIN_SIDE = 16
 _KEYS_AT_ONCE = 64
-_MOST_SPLITS = 64
+_MAX_SPLITS = 64
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -145,8 +145,8 @@ def attention_launches(
     arguments |= {"q_row": q.stride(0), "key_row": keys.stride(0), "key_head": keys.stride(1)}
     arguments |= {"value_row": values.stride(0), "value_head": values.stride(1)}
     arguments |= {"mask_row": 0 if mask is None else row_step(mask), "length_row": row_step(lengths)}
-    shape: dict[str, Any] = {"WIDTH": width, "BLOCK": max(LEAST_SIDE, power_of_two(width))}
-    queries = max(LEAST_SIDE, power_of_two(heads // kv_heads))
+    shape: dict[str, Any] = {"WIDTH": width, "BLOCK": max(MIN_SIDE, power_of_two(width))}
+    queries = max(MIN_SIDE, power_of_two(heads // kv_heads))
     split_shape = shape | {"QUERIES": queries, "KEYS": _KEYS_AT_ONCE}
     first = Launch(split_kernel, (rows * kv_heads, splits), arguments, split_shape, stages=2)
     combined, sum_shape = partial | {"counter": counter, "y": y}, shape | {"SPLITS": power_of_two(splits)}
@@ -161,7 +161,7 @@ def splits_of(pairs: int, room: int) -> int:
             number of rows; its kernels were compiled in the step before the recording.
         room: number of positions of the cache.
     """
-    return splits_for(pairs, min(_MOST_SPLITS, -(-room // (2 * _KEYS_AT_ONCE))))
+    return splits_for(pairs, min(_MAX_SPLITS, -(-room // (2 * _KEYS_AT_ONCE))))
 
 
 attend = operator(

@@ -25,8 +25,8 @@ function bytes(count) {
 
 // -- Markdown: the code creates each element, and text of a model only becomes the text of an element ----------------
 
-const MOST_DEPTH = 8; // maximum depth of nested lists and quotes
-const MOST_INLINE = 20000; // maximum characters of a paragraph that is searched for inline marks
+const MAX_DEPTH = 8; // maximum depth of nested lists and quotes
+const MAX_INLINE = 20000; // maximum characters of a paragraph that is searched for inline marks
 const FENCE = /^ {0,3}(```+|~~~+)/, HEADING = /^ {0,3}(#{1,6}) +(.*)$/, RULE = /^ {0,3}([-*_]) *(\1 *){2,}$/;
 const QUOTE = /^ {0,3}> ?/, ITEM = /^( *)([-*+]|\d{1,9}[.)]) +/, TABLE = /^ *\|? *:?-+:? *(\| *:?-+:? *)*\|? *$/;
 
@@ -37,7 +37,7 @@ function markdown(parent, text, depth = 0) {
     while (index < lines.length && more(lines[index])) index++;
     return lines.slice(begin, index);
   };
-  const nested = depth < MOST_DEPTH;
+  const nested = depth < MAX_DEPTH;
   let index = 0;
   while (index < lines.length) {
     const line = lines[index];
@@ -92,7 +92,7 @@ const PAIRS = { "**": "strong", "__": "strong", "*": "em", "_": "em", "~~": "del
 
 function inline(parent, text, depth = 0, links = true) {
   let told = 0;
-  if (depth > MOST_DEPTH || text.length > MOST_INLINE) {
+  if (depth > MAX_DEPTH || text.length > MAX_INLINE) {
     parent.append(text);
     return parent;
   }

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from parallelformers_ng.kernels.triton.byte_product import (
-    MOST_ROWS,
+    MAX_ROWS,
     byte_product,
     byte_product_launches,
     splits_of,
@@ -34,7 +34,7 @@ def quantized(kind: str, outputs: list[int], inputs: int, dtype: torch.dtype) ->
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("outputs", OUTPUTS, ids=str)
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-@pytest.mark.parametrize(("rows", "inputs"), [(1, 512), (3, 131), (MOST_ROWS, 300)])
+@pytest.mark.parametrize(("rows", "inputs"), [(1, 512), (3, 131), (MAX_ROWS, 300)])
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)
 def test_products_of_bytes(
     dtype: torch.dtype, rows: int, inputs: int, kind: str, outputs: list[int], bias: bool
@@ -48,7 +48,7 @@ def test_products_of_bytes(
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("outputs", OUTPUTS, ids=str)
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-@pytest.mark.parametrize(("rows", "inputs", "splits"), [(1, 768, 1), (1, 1024, 2), (3, 1700, 3), (MOST_ROWS, 2310, 5)])
+@pytest.mark.parametrize(("rows", "inputs", "splits"), [(1, 768, 1), (1, 1024, 2), (3, 1700, 3), (MAX_ROWS, 2310, 5)])
 def test_products_of_bytes_in_splits(
     rows: int, inputs: int, splits: int, kind: str, outputs: list[int], bias: bool
 ) -> None:
@@ -67,7 +67,7 @@ def test_splits_do_not_depend_on_rows() -> None:
     arguments = (*quantized("int8", [40], 1700, torch.bfloat16), [])
     grids = {
         byte_product_launches(x, *arguments)[0][0].grid
-        for rows in range(1, MOST_ROWS + 1)
+        for rows in range(1, MAX_ROWS + 1)
         for x in [randn(rows, 1700, dtype=torch.bfloat16)]
     }
     assert grids == {(2, 3)}
@@ -83,7 +83,7 @@ def test_number_of_splits(tiles: int, inputs: int, splits: int) -> None:
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("outputs", OUTPUTS, ids=str)
-@pytest.mark.parametrize(("rows", "inputs"), [(1, 512), (3, 96), (MOST_ROWS, 288)])
+@pytest.mark.parametrize(("rows", "inputs"), [(1, 512), (3, 96), (MAX_ROWS, 288)])
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)
 def test_products_of_nibbles(dtype: torch.dtype, rows: int, inputs: int, outputs: list[int], bias: bool) -> None:
     x = randn(rows, inputs, dtype=dtype)

@@ -29,6 +29,6 @@ def test_a_worker_imports_no_kernels(before: str) -> None:
 
 def test_limits_are_those_of_the_kernels() -> None:
     """They are written down twice: the layers are read where Triton may be missing."""
-    assert device_layer.MOST_COLUMNS == norm_kernel.MOST_COLUMNS
-    assert device_layer._MOST_ROWS == byte_product.MOST_ROWS
+    assert device_layer.MAX_COLUMNS == norm_kernel.MAX_COLUMNS
+    assert device_layer._MAX_ROWS == byte_product.MAX_ROWS
     assert device_layer._GROUP == nibble_product.GROUP

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import math
 
-from parallelformers_ng.batching.rounds import News, Round
+from parallelformers_ng.batching.rounds import Round, RoundOutput
 
 _ROUND_SECONDS = 0.02
 """Target seconds of a round with short steps; a new call waits at most one round. Sending a round takes 0.2 ms."""
-_LEAST_SECONDS = 1e-6  # a test may freeze the clock
-_MOST_STEPS = 8
-_LEAST_PIECE, _FIRST_PIECE = 8, 128
+_MIN_SECONDS = 1e-6  # a test may freeze the clock
+_MAX_STEPS = 8
+_MIN_CHUNK, _FIRST_CHUNK = 8, 128
 """Prompt tokens in a round: the minimum, and the number before the speed is known."""
 _SHARE_OF_PATIENCE = 0.8
 """Share of the patience that the prompt tokens of a round should take: a round may be slower than expected."""
 _FIXED_SHARE = 0.5
 """Share of a step's time that a pass takes beyond its time for each prompt token. Both read all weights, but a pass
 computes meanwhile. Measured on two CPU ranks (600M, bf16, step of 60 ms): 0.3 to 0.75, for 64 to 256 tokens."""
-_WIDEST_PIECE = {"cpu": 1024, "cuda": 4096}
+_WIDEST_CHUNK = {"cpu": 1024, "cuda": 4096}
 """Most prompt tokens in a round, for each kind of device. A round in which no row waits for its next token uses this
 maximum, which bounds the memory of the forward pass."""
 
 
-class Pace:
+class TokenBudget:
     """The sizes of the next round.
 
     Args:
@@ -36,47 +36,47 @@ class Pace:
     """
 
     def __init__(self, patience: float, device: str) -> None:
-        self.step_seconds, self.steps, self.widest = 0.0, 1, _WIDEST_PIECE[device]
+        self.step_seconds, self.steps, self.widest = 0.0, 1, _WIDEST_CHUNK[device]
         self._patience = patience
         self._latest_speed = math.inf  # of the latest pass
         self._speed = 0.0  # prompt tokens per second on rank 0, without the fixed time of a pass; 0 if not measured yet
 
     @property
-    def piece(self) -> int:
+    def chunk(self) -> int:
         """Number of prompt tokens of a round that, with a step of the rows, ends within the patience and the time of
         one step.
 
         The number is a multiple of a quarter of a power of two, so that small changes of the speed do not change the
-        pieces of a prompt.
+        chunks of a prompt.
         """
         if not self._speed:
-            return _FIRST_PIECE
+            return _FIRST_CHUNK
         seconds = _SHARE_OF_PATIENCE * self._patience + (1 - _FIXED_SHARE) * self.step_seconds
-        tokens = max(_LEAST_PIECE, min(int(self._speed * seconds), self.widest))
+        tokens = max(_MIN_CHUNK, min(int(self._speed * seconds), self.widest))
         least = 1 << tokens.bit_length() - 3
         return tokens // least * least
 
-    def measure(self, order: Round, news: News, seconds: float) -> None:
+    def measure(self, order: Round, output: RoundOutput, seconds: float) -> None:
         """Adjust the next rounds to the duration of a round."""
-        typical = order.piece // 2 if self._speed else 0  # fewer tokens take almost as long
-        if news.prompt_tokens >= max(_LEAST_PIECE, typical):
+        typical = order.chunk // 2 if self._speed else 0  # fewer tokens take almost as long
+        if output.prompt_tokens >= max(_MIN_CHUNK, typical):
             # At most a quarter of the pass, because a step on a cold processor takes several times as long.
-            fixed = min(_FIXED_SHARE * self.step_seconds, news.prompt_seconds / 4)
-            speed = news.prompt_tokens / max(news.prompt_seconds - fixed, _LEAST_SECONDS)
-            # Later tokens of a prompt attend to more tokens, so the next piece is as much slower again.
-            trend = min(1.0, speed / self._latest_speed) if news.prompt_begin else 1.0
+            fixed = min(_FIXED_SHARE * self.step_seconds, output.prompt_seconds / 4)
+            speed = output.prompt_tokens / max(output.prompt_seconds - fixed, _MIN_SECONDS)
+            # Later tokens of a prompt attend to more tokens, so the next chunk is as much slower again.
+            trend = min(1.0, speed / self._latest_speed) if output.prompt_begin else 1.0
             # Slower at once, for the rows. A wide pass counts alone, because short passes vary more.
-            is_wide = news.prompt_tokens >= 2 * order.piece
+            is_wide = output.prompt_tokens >= 2 * order.chunk
             self._speed = _careful(self._speed, speed * trend, 1.0 if is_wide else 1 / 2)
             self._latest_speed = speed
-        elif not news.prompt_tokens:
-            step = max((seconds - news.prompt_seconds) / order.steps, _LEAST_SECONDS)
-            self.step_seconds = _careful(self.step_seconds, step, 1 / 8)  # one slow step must not lengthen the pieces
-            self.steps = max(1, min(_MOST_STEPS, int(_ROUND_SECONDS / step)))
+        elif not output.prompt_tokens:
+            step = max((seconds - output.prompt_seconds) / order.steps, _MIN_SECONDS)
+            self.step_seconds = _careful(self.step_seconds, step, 1 / 8)  # one slow step must not lengthen the chunks
+            self.steps = max(1, min(_MAX_STEPS, int(_ROUND_SECONDS / step)))
 
     def use_less_memory(self) -> bool:
         """Shorten the passes. Return whether they get shorter."""
-        before, self.widest = self.widest, min(self.widest, _WIDEST_PIECE["cpu"])
+        before, self.widest = self.widest, min(self.widest, _WIDEST_CHUNK["cpu"])
         return self.widest < before
 
 

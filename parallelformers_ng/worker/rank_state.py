@@ -3,7 +3,7 @@
 | kept data | where | parts of the model on which the data depend |
 | --- | --- | --- |
 | recordings and their caches | `cuda_graphs.captured.CapturedSteps` | attributes, configurations, adapters, hooks |
-| keys and values of earlier sequences | `batching.prefixes.Prefixes` | attributes, configurations, adapters, hooks |
+| KV cache of earlier sequences | `batching.prefix_cache.PrefixCache` | attributes, configurations, adapters, hooks |
 | choice of kernels or modules | `cuda_graphs.kernel_trial.KernelTrial` | attributes, configurations, adapters, hooks |
 | modules that kernels replace | `kernels.installation.forget` | attributes, configurations, adapters, hooks |
 | configuration, mask and angles of the latest step | `kernels.layer_halves.Step` | attributes, hooks |
@@ -24,7 +24,7 @@ from parallelformers_ng.kernels import installation
 from parallelformers_ng.sharding import look_ups
 
 
-class Kept:
+class RankState:
     """The data that one rank keeps from its calls.
 
     Attributes:
@@ -43,7 +43,7 @@ class Kept:
         for steps in self.steps.values():
             steps.forget()
 
-    def let_go(self, model: nn.Module) -> None:
+    def invalidate(self, model: nn.Module) -> None:
         """Delete all data that a change of the model makes invalid. Every change of the model calls this method."""
         self.forget_steps()
         if self.batch is not None:
@@ -54,7 +54,7 @@ class Kept:
 
     def drop(self, model: nn.Module | None) -> None:
         if model is not None:
-            self.let_go(model)
+            self.invalidate(model)
         self.batch = self.trial = None
         for steps in self.steps.values():
             steps.trial = None

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from parallelformers_ng.batching.row_caches import keeps_all, layers_of
 
-LEAST_TOKENS = 16
+MIN_TOKENS = 16
 """Least tokens of a kept sequence. Shorter prefixes save less time than their bookkeeping costs."""
 _COPIES = 32
 """Number of tokens whose keys and values are copied in the time in which one token of a prompt runs. Measured on two
@@ -28,17 +28,17 @@ class _Sequence:
     layers: list[tuple[torch.Tensor, torch.Tensor]]
 
 
-class Prefixes:
+class PrefixCache:
     """The most recently used sequences. All ranks keep the same sequences.
 
     Args:
         limit: most tokens of all kept sequences together.
-        least: least tokens of a kept sequence and of a reused prefix.
+        min_tokens: least tokens of a kept sequence and of a reused prefix.
     """
 
-    def __init__(self, limit: int, least: int = LEAST_TOKENS) -> None:
+    def __init__(self, limit: int, min_tokens: int = MIN_TOKENS) -> None:
         self._limit = limit
-        self._least = least
+        self._min_tokens = min_tokens
         self._sequences: list[_Sequence] = []  # the most recently used sequence is last
 
     def forget(self) -> None:
@@ -66,14 +66,14 @@ class Prefixes:
         """Keep a sequence, whose keys and values are in the last columns of a row; drop kept sequences that are
         prefixes of it.
 
-        A sequence with fewer than `least` or more than `limit` tokens is not kept. A sequence is also not kept if an
+        A sequence with fewer than `min_tokens` or more than `limit` tokens is not kept. It is also not kept if an
         earlier kept sequence begins with all its tokens but the last, or with so many that running the others again
         takes less time than the copy. No sequence is kept from a cache for which `row_caches.keeps_all` is False, or
         that has a layer without keys, because the model skips the layer. Beyond `limit` tokens in total, the least
         recently used sequences are dropped. Without `copies`, the caller must not change the cache later.
         """
         tokens = ids.shape[1]
-        if not self._least <= tokens <= self._limit or not keeps_all(cache):
+        if not self._min_tokens <= tokens <= self._limit or not keeps_all(cache):
             return
         if not all(layer.is_initialized for layer in layers_of(cache)):
             return
@@ -100,15 +100,15 @@ class Prefixes:
         alike = self._alike(ids)
         lengths = [_common(sequence.ids, ids) for sequence in alike]
         longest = max(lengths, default=0)
-        return (longest, alike[lengths.index(longest)]) if longest >= self._least else (0, None)
+        return (longest, alike[lengths.index(longest)]) if longest >= self._min_tokens else (0, None)
 
     def _alike(self, ids: torch.Tensor) -> list[_Sequence]:
-        """Return the kept sequences with the first `least` tokens of a prompt, int64 `[tokens]` on the host."""
+        """Return the kept sequences with the first `min_tokens` tokens of a prompt, int64 `[tokens]` on the host."""
         start = self._start(ids)
         return [sequence for sequence in self._sequences if sequence.start == start]
 
     def _start(self, ids: torch.Tensor) -> bytes:
-        return ids[: self._least].numpy().tobytes()
+        return ids[: self._min_tokens].numpy().tobytes()
 
 
 def _copied(states: list[torch.Tensor]) -> list[torch.Tensor]:
