@@ -103,9 +103,9 @@ class BatchingOptions:
         rows: most sequences that are decoded together.
         waiting: most calls that wait while all rows are in use; a further call raises BatchingError.
         prefill_patience: approximate milliseconds that decoding rows wait for one prefill step of new prompts. Short
-            prompts run together; a longer prompt runs in several pieces. The measured speed of earlier prompts decides
-            the length of a piece. If no row runs, a call waits at most half as long for calls that other threads have
-            begun.
+            prompts run together; a longer prompt runs in chunks (chunked prefill). The measured speed of earlier
+            prompts decides the length of a chunk. If no row runs, a call waits at most half as long for calls that
+            other threads have begun.
         prefix_tokens: tokens whose keys and values are kept from recent sequences, for prompts that begin with the
             same tokens; 0 keeps no keys and values.
         cache_tokens: most tokens in the caches of all rows, padding included; calls wait until their tokens fit. None:

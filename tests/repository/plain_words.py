@@ -1,4 +1,5 @@
-"""Checks for `make quality` that few sentences are hard to read, and that few variables have names without a meaning.
+"""Checks for `make quality` that few sentences are hard to read, and that few variables have names without a meaning,
+and that no private word stands for a term of the field (`private_words.toml`).
 
     python -m tests.repository.plain_words      the places, and the counts beside their ceilings
 
@@ -13,13 +14,14 @@ import re
 import subprocess
 import sys
 import tokenize
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-CEILINGS = {"fragment": 20, "riddle": 40, "long": 20, "where": 40, "variable": 40}
+CEILINGS = {"fragment": 20, "riddle": 40, "long": 20, "where": 40, "variable": 40, "private": 0}
 """Most places of each kind: descriptions that are no noun phrase and no verb, nested clauses, sentences of more than 34
-words, "where" in the place of "if", and variables whose name says nothing."""
+words, "where" in the place of "if", variables whose name says nothing, and private words."""
 
 _OPENERS = re.compile(r"(of|that|what|which|where|as|such|those|who)\b", re.IGNORECASE)
 _NESTED = re.compile(
@@ -27,6 +29,7 @@ _NESTED = re.compile(
 )
 _CONDITION = re.compile(r"^\s*where\b|, where (there|it|no|they|a|the|that|one)\b", re.IGNORECASE)
 _NAMES = {"found", "held", "given", "asked", "sent", "there", "how", "made"}
+_PRIVATE = tomllib.loads(Path(__file__).with_name("private_words.toml").read_text())
 _SECTION = re.compile(r"\s*(Args|Attributes|Returns|Raises|Yields):\s*$")
 _ITEM = re.compile(r"\s+[\w*`., ]{1,60}:\s+(\S.*)$")
 
@@ -37,6 +40,7 @@ def hits(path: Path) -> Iterator[tuple[str, str]]:
     if path.suffix == ".md":
         prose = re.split(r"\n\s*\n", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
         bodies = [cell for block in prose for cell in _cells(block)]
+        code = [name for span in re.findall(r"`[^`]*`", text) for name in re.findall(r"\w+", span)]
     else:
         tree, bodies = ast.parse(text), []
         for node in ast.walk(tree):
@@ -47,8 +51,12 @@ def hits(path: Path) -> Iterator[tuple[str, str]]:
             if documented and (doc := ast.get_docstring(node)):
                 yield from (("fragment", line) for line in _descriptions(doc) if _OPENERS.match(line))
                 bodies.append(re.sub(r"(?m)^\s*[\w*`., ]{1,60}:\s+", "", doc))
-        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        tokens = [*tokenize.generate_tokens(io.StringIO(text).readline)]
         bodies += [token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT]
+        code = [token.string for token in tokens if token.type == tokenize.NAME]
+    for name in code:
+        if term := _term_for(name, path):
+            yield "private", f"{name}: write {term}"
     for body in bodies:
         for sentence in re.split(r"(?<=[.!?:;])\s+", re.sub(r"`[^`]*`", "x", " ".join(body.split()))):
             words = len(sentence.split())
@@ -58,6 +66,18 @@ def hits(path: Path) -> Iterator[tuple[str, str]]:
                 yield "riddle", sentence
             if words > 2 and _CONDITION.search(sentence):
                 yield "where", sentence
+
+
+def _term_for(name: str, path: Path) -> str:
+    """Return the term of the field in the place of a private word; "" for other names."""
+    if name in _PRIVATE["names"]:
+        return str(_PRIVATE["names"][name])
+    for beginning, term in _PRIVATE["beginnings"].items():
+        if name.lstrip("_").startswith(beginning) and name != "most_common":
+            return name.replace(beginning, term, 1)
+    entry = _PRIVATE["in_files"].get(name, {"files": []})
+    places = [f"parallelformers_ng/{file}" for file in entry["files"]]
+    return str(entry["term"]) if any(place in path.as_posix() for place in places) else ""
 
 
 def _cells(block: str) -> list[str]:
