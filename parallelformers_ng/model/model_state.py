@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import enum
 import functools
 import threading
 import weakref
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,6 +20,8 @@ from parallelformers_ng.checkpoint.lazy import RemoteTensor
 from parallelformers_ng.checkpoint.nodes import FetchedLeaf, of_ranks
 from parallelformers_ng.checkpoint.reading import read_copy
 from parallelformers_ng.errors import StateLostError
+from parallelformers_ng.generation import object_parts
+from parallelformers_ng.live_code.object_graph import own_attributes
 from parallelformers_ng.model.caller_state import Edits
 from parallelformers_ng.model.marks import REMOTE
 from parallelformers_ng.runtime.group import WorkerGroup
@@ -201,10 +205,18 @@ def _is_refilled(before: Any, value: Any) -> bool:
     if isinstance(before, torch.Tensor):
         fits = before.shape == value.shape and before.dtype == value.dtype and not before.requires_grad
         return bool(fits and before.copy_(value) is before)
-    is_container = isinstance(before, (list, collections.deque, dict, set))
-    contents: list[Any] = [each if is_container else getattr(each, "__dict__", None) for each in (before, value)]
-    old, new = contents
-    if old is not None:
-        old.clear()
-        (old.extend if isinstance(old, (list, collections.deque)) else old.update)(new)
-    return old is not None
+    if isinstance(before, np.ndarray):
+        fits = before.shape == value.shape and before.dtype == value.dtype and before.flags.writeable
+    else:
+        fits = isinstance(before, (list, collections.deque, set, bytearray))
+    if fits:
+        object_parts.put_items(before, value)
+    elif isinstance(before, dict):
+        before.clear()
+        before.update(value)
+    elif (old := own_attributes(before)) is None or isinstance(before, enum.Enum):
+        return False
+    else:
+        for name, each in {**dict.fromkeys(old, object_parts.REMOVED), **(own_attributes(value) or {})}.items():
+            object_parts.put_attribute(before, name, each)
+    return True

@@ -26,7 +26,7 @@ def blocks(error: RequestTimeoutError) -> list[str]:
     return parts[1:]
 
 
-def test_a_hook_that_hangs_on_one_rank_is_named_and_its_peer_waits_in_a_sum():
+def test_hook_that_hangs_on_one_rank_is_named():
     model = gpt2()
     model.transformer.h[1].register_forward_pre_hook(hook)
     parallelize(model, 2, workers={"device": "cpu", "restart": False})
@@ -38,7 +38,7 @@ def test_a_hook_that_hangs_on_one_rank_is_named_and_its_peer_waits_in_a_sum():
     assert hanging.__file__ not in waits
 
 
-def test_a_logits_processor_that_hangs_is_named_on_every_rank():
+def test_processor_that_hangs_is_named_on_every_rank():
     model = parallelize(gpt2(), 2, workers={"device": "cpu", "restart": False})
     model.generate(**text_inputs(), max_new_tokens=4)  # a first call takes longer
     with pytest.raises(RequestTimeoutError) as caught, deadline(4):

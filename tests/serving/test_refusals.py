@@ -137,7 +137,9 @@ def test_log_line_of_a_refusal_says_why():
     with logged("text") as out, serving(ScriptedModel(TOKENIZER), TOKENIZER) as running, running.client() as client:
         client.post(COMPLETIONS, json={"prompt": "x", "n": 99})
         client.get("/health")
-    refused, probe = [line for line in out.getvalue().splitlines() if " '/" in line]
+    refused, probe = [
+        line for line in out.getvalue().splitlines() if "'/v1/completions'" in line or "'/health'" in line
+    ]
     assert "POST '/v1/completions' 400: end after 0." in refused
     assert refused.endswith(": 'n: the request needs 99, but the limit is 16'")
     assert probe.endswith(" s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -428,3 +430,48 @@ def test_stock_models_report_nothing(groups) -> None:
         model.generate(IDS, max_new_tokens=3, do_sample=False)
         assert not deployment_of(model).state.is_changed
         assert deployment_of(model).replicas[0].group.call_each("state_changes", [()]) == [None, None]
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Holding(LlamaForCausalLM):
+    """A model that changes an array, an object with slots and a member of an enumeration."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.array, self.slotted, self.color = np.zeros(4), Slotted(), Color.RED
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.array[1] += 1
+        self.slotted.count += 1
+        self.color = Color.BLUE if self.color is Color.RED else Color.RED
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits + float(self.array.sum()) + self.slotted.count * self.color.value
+        return output
+
+
+def test_objects_keep_their_identity(groups) -> None:
+    plain, model = llama(Holding), llama(Holding)
+    array, slotted = model.array, model.slotted
+    with parallelize(model, workers=groups(2)):
+        for value in (0, 5, 7):
+            plain.array[0] = array[0] = value
+            assert_same_call(model, plain, IDS)
+            model.generate(IDS, max_new_tokens=3, do_sample=False)
+            plain.generate(IDS, max_new_tokens=3, do_sample=False)
+        assert model.array is array
+        assert model.slotted is slotted
+        assert model.color is plain.color
+        assert (array.tolist(), slotted.count) == (plain.array.tolist(), plain.slotted.count)
+    assert [member.name for member in Color] == ["RED", "BLUE"]
+    assert_same_call(model, plain, IDS)
