@@ -50,6 +50,9 @@ def run(control: int, lifeline: int, watched: Sequence[int]) -> NoReturn:
             os._exit(code)
 
 
+_log = -1  # descriptor of the log of this process
+
+
 def set_signals() -> None:
     """Set the signal handlers of a worker or a fork server.
 
@@ -57,8 +60,11 @@ def set_signals() -> None:
     traceback to standard error. SIGUSR1, by which the parent requests a traceback, writes it to the log of this
     process, also after standard error has become the parent's. SIGCHLD has its default action.
     """
+    global _log
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, file=os.dup(2))
+    # A fork has the log of its server at first.
+    _log = os.dup(2) if _log < 0 else os.dup2(2, _log, inheritable=False)
+    faulthandler.register(signal.SIGUSR1, file=_log)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the caller ignores SIGCHLD, waiting for a child would fail
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # output to a terminal must not stop the worker

@@ -666,7 +666,7 @@ def test_ranks_measure_their_prompts(groups: Any) -> None:
         ids = torch.arange(3, 33)[None]
         with ThreadPoolExecutor(3) as pool:
             list(pool.map(lambda _: model.generate(ids, max_new_tokens=9, do_sample=False), range(3)))
-        assert batch._pace._speed > 0, "no rank measured its prompts"
+        assert batch._budget._speed > 0, "no rank measured its prompts"
 
 
 def test_call_during_the_end_is_lost() -> None:
