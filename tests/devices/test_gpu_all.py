@@ -40,7 +40,7 @@ def test_slow_part_is_interrupted_others_run(
     )
     printed = capsys.readouterr()
     assert "time.sleep(60)" in printed.err
-    assert "== right: 0 s" in printed.out
+    assert "== right: " in printed.out
 
 
 def test_part_that_survives_errors_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
