@@ -157,14 +157,14 @@ def agreed_criteria(
         unchecked.append(agreed)
         return agreed
 
-    for model in models:
-        model._get_stopping_criteria = functools.partial(join, model)
+    for model in models:  # past `nn.Module.__setattr__`, which would note a change of the model in each call
+        vars(model)["_get_stopping_criteria"] = functools.partial(join, model)
     try:
         yield
         check()
     finally:
         for model in models:
-            del model._get_stopping_criteria
+            del vars(model)["_get_stopping_criteria"]
 
 
 def devices_alike(communicator: Communicator, device: torch.device) -> bool:

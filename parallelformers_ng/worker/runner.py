@@ -44,7 +44,6 @@ from parallelformers_ng.kernels.operators import serve_stock_code
 from parallelformers_ng.kernels.step_kernels import StepKernels, install_stacks
 from parallelformers_ng.live_code.changes import AppliedChanges, differences
 from parallelformers_ng.live_code.packing import CodeChanges
-from parallelformers_ng.live_code.reach import STEP
 from parallelformers_ng.runtime import titles
 from parallelformers_ng.runtime.failures import Description, describe
 from parallelformers_ng.sharding import look_ups
@@ -178,7 +177,7 @@ class ModelRunner(RankWeights):
                 "the model is in training mode, and its devices are of different kinds, which would draw different"
                 " dropout masks; call model.eval(), or use devices of one kind"
             )
-        models = () if call.method in STEP else self.generating
+        models = () if call.method == "forward" else self.generating
         assistant = kwargs.get("assistant_model")
         assistance = assistant if isinstance(assistant, Assistance) else None
         if assistance is not None:

@@ -63,6 +63,24 @@ def test_generating_method_ends_where_rank_zero_ends(groups, rank, length):
     assert tokens.shape == (len(PROMPT), PROMPT.shape[1] + length)
 
 
+class Deciding(GPT2LMHeadModel):
+    """A model whose forward generates if it gets a criterion."""
+
+    def forward(self, *args: Any, criterion: StoppingCriteria | None = None, **kwargs: Any) -> Any:
+        if criterion is not None:
+            return self.generate(PROMPT, max_new_tokens=8, do_sample=False, stopping_criteria=[criterion])
+        return super().forward(*args, **kwargs)
+
+
+def test_forward_that_generates_ends_where_rank_zero_ends(groups):
+    model = gpt2()
+    model.__class__ = Deciding
+    with parallelize(model, workers=groups(2)):
+        for rank, length in ((0, 3), (1, 8)):
+            tokens = model(criterion=EarlyOnOneRank(deployment_of(model).pids[rank]))
+            assert tokens.shape == (len(PROMPT), PROMPT.shape[1] + length)
+
+
 def test_time_limit_ends_ranks_at_the_same_token(model):
     for hundredths in range(1, 9):
         tokens = model.generate(PROMPT, max_new_tokens=50, do_sample=False, max_time=hundredths / 100, timeout=20)
