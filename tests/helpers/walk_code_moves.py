@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 import types
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +14,8 @@ from torch import nn
 
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.parallelized import is_parallelized
+from tests.helpers.walk_moves import Moves, Step
 
-Step = Callable[[Any], Any]
 WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList)
 
 
@@ -70,19 +69,8 @@ class Wrapper(nn.Module):
         return changed(self.function, self.inner(*args, **kwargs))
 
 
-class CodeMoves:
-    """A mixin of walks.
-
-    Attributes:
-        parallelize: function from a whole model to a parallelized one.
-    """
-
-    whole: Any
-    cut: Any
-    inputs: dict[str, Any]
-    _random: random.Random
-    _call: Callable[[], Step]
-    parallelize: Callable[[Any], Any]
+class CodeMoves(Moves):
+    """A mixin of walks."""
 
     def code_moves(self) -> list[Callable[[], tuple[str, Step]]]:
         return [self._patch, self._replace_forward, self._wrap, self._subclass]

@@ -43,27 +43,19 @@ def await_as_before(before: tuple[int, int]) -> None:
     assert now == before, f"memory files open and processes running: {now}, before the walk {before}"
 
 
-class FaultMoves:
-    """A mixin of walks.
+class Moves:
+    """Base of the mixins of a walk: the pair of models, and random calls of them.
 
     Attributes:
+        whole, cut: the model, and a parallelized copy of it.
         parallelize: function from a whole model to a parallelized one.
-        in_order: whether answers depend on earlier calls.
-        timeouts: number of calls that missed a short deadline.
     """
 
     whole: Any
     cut: Any
     inputs: dict[str, Any]
-    in_order: bool
     _random: random.Random
     parallelize: Callable[[Any], Any]
-    remember: Callable[[], None]
-    timeouts = 0
-
-    def fault_moves(self) -> list[Callable[[], tuple[str, Step]]]:
-        moves = [self._change_in_a_conversation, self._come_and_go, self._expired, self._rebind]
-        return moves if self.in_order else [*moves, self._short, self._crowd]
 
     def _prompts(self) -> list[torch.Tensor]:
         ids = self.inputs["input_ids"]
@@ -78,6 +70,23 @@ class FaultMoves:
             ids = self._random.choice(self._prompts())
             return lambda model: model.generate(ids, max_new_tokens=3, do_sample=False)
         return lambda model: model(**self.inputs)[0]
+
+
+class FaultMoves(Moves):
+    """A mixin of walks.
+
+    Attributes:
+        in_order: whether answers depend on earlier calls.
+        timeouts: number of calls that missed a short deadline.
+    """
+
+    in_order: bool
+    remember: Callable[[], None]
+    timeouts = 0
+
+    def fault_moves(self) -> list[Callable[[], tuple[str, Step]]]:
+        moves = [self._change_in_a_conversation, self._come_and_go, self._expired, self._rebind]
+        return moves if self.in_order else [*moves, self._short, self._crowd]
 
     def _change_in_a_conversation(self) -> tuple[str, Step]:
         """Set an attribute between two calls with a common beginning."""

@@ -18,8 +18,8 @@ from transformers import LogitsProcessor, StoppingCriteria
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.parallelized import is_parallelized
 from tests.helpers import walk_settings as settings
+from tests.helpers.walk_moves import Moves, Step
 
-Step = Callable[[Any], Any]
 LONG = 45
 """Tokens of a call that a flag stops earlier."""
 
@@ -86,15 +86,9 @@ LAZY: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 }
 
 
-class ObjectMoves:
+class ObjectMoves(Moves):
     """A mixin of walks."""
 
-    whole: Any
-    inputs: dict[str, Any]
-    _random: random.Random
-    _call: Callable[[], Step]
-    _prompts: Callable[[], list[torch.Tensor]]
-    _generates: Callable[[], bool]
     _length = 0
 
     def object_moves(self) -> list[Callable[[], tuple[str, Step]]]:

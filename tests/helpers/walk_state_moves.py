@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import random
 import tempfile
 import threading
 import time
@@ -19,8 +18,7 @@ from parallelformers_ng.errors import GroupError, StateLostError, WorkerError
 from parallelformers_ng.model.parallelized import deployment_of, is_parallelized
 from tests.helpers.patience import await_incarnation, kill
 from tests.helpers.walk_models import STATE
-
-Step = Callable[[Any], Any]
+from tests.helpers.walk_moves import Moves, Step
 
 
 def state_of(model: Any) -> dict[str, Any]:
@@ -60,21 +58,8 @@ def not_of_code() -> Iterator[None]:
         raise type(error).__bases__[-1](str(error)) from error
 
 
-class StateMoves:
-    """A mixin of walks.
-
-    Attributes:
-        parallelize: function from a whole model to a parallelized one.
-    """
-
-    whole: Any
-    cut: Any
-    inputs: dict[str, Any]
-    _random: random.Random
-    _call: Callable[[], Step]
-    _prompts: Callable[[], list[torch.Tensor]]
-    _generates: Callable[[], bool]
-    parallelize: Callable[[Any], Any]
+class StateMoves(Moves):
+    """A mixin of walks."""
 
     def state_moves(self) -> list[Callable[[], tuple[str, Step]]]:
         moves = [self._read_state, self._save, self._bring_home, self._train, self._death, self._death_within]

@@ -26,11 +26,9 @@ from parallelformers_ng.sharding.cache_names import CACHE
 from tests.generation.test_generate import assert_same
 from tests.helpers.walk_code_moves import CodeMoves
 from tests.helpers.walk_models import IN_ORDER, MODELS
-from tests.helpers.walk_moves import FaultMoves, await_as_before, open_and_running
+from tests.helpers.walk_moves import FaultMoves, Step, await_as_before, open_and_running
 from tests.helpers.walk_object_moves import ObjectMoves
 from tests.helpers.walk_state_moves import StateMoves, state_of
-
-Step = Callable[[Any], Any]
 
 
 @dataclass
