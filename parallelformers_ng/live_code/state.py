@@ -41,9 +41,8 @@ class State:
                 break
             items = None if isinstance(part, nn.Parameter) else items_of(part)
             attributes = attributes_of(part)
-            read_attributes = (
-                vars if attributes is getattr(part, "__dict__", None) else own_attributes
-            )  # vars is faster
+            # `vars` is faster.
+            read_attributes = vars if attributes is getattr(part, "__dict__", None) else own_attributes
             for read, content in ((items_of, items), (read_attributes, attributes)):
                 if content is not None:
                     self._parts.append((part, read, snapshot(content)))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from parallelformers_ng.collectives.control_groups import kernel_text
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.worker_process import Worker, WorkerProcess
 
@@ -26,19 +27,20 @@ class StackFrame(NamedTuple):
 def collect(workers: Sequence[Worker]) -> list[list[StackFrame]]:
     """Return the frames of each rank, innermost first. A rank that does not answer in a second has none, and neither
     has a rank on another host. A stopped rank goes on."""
-    starts = [worker.request_traceback() if isinstance(worker, WorkerProcess) else None for worker in workers]
+    logs = [
+        functools.partial(worker.log_since, worker.request_traceback()) if isinstance(worker, WorkerProcess) else None
+        for worker in workers
+    ]
     end = time.monotonic() + _ANSWER_SECONDS
-    return [_read(worker, start, end) for worker, start in zip(workers, starts, strict=True)]
+    return [[] if log is None else _frames(log, end) for log in logs]
 
 
-def _read(worker: Worker, start: int | None, end: float) -> list[StackFrame]:
-    if start is None or not isinstance(worker, WorkerProcess):
-        return []
+def _frames(log: Callable[[], str], end: float) -> list[StackFrame]:
     text = previous = ""
     # A traceback has no end mark, so it is complete when nothing was added for a while.
     while time.monotonic() < end and not (text and text == previous):
         time.sleep(_CHECK_SECONDS)
-        text, previous = worker.log_since(start), text
+        text, previous = log(), text
     # Any thread may have taken the signal, so faulthandler writes all threads, and the main thread last.
     return [StackFrame(*found) for found in _FRAME.findall(text.rpartition("\n\n")[2])]
 
@@ -59,9 +61,8 @@ def report(processes: Processes) -> str:
 def _state(worker: Worker, arena: Any) -> str:
     if worker.host_name is not None:
         return f"on host {worker.host_name}"
-    try:
-        status = Path(f"/proc/{worker.pid}/status").read_text()
-    except OSError:
+    status = kernel_text(f"/proc/{worker.pid}/status")
+    if not status:
         return "ended"
     steps = arena.counter(worker.rank) + arena.counter(arena.world_size + worker.rank)  # of the group, of the stage
     state = status.partition("State:\t")[2].partition("\n")[0]

@@ -131,12 +131,13 @@ class ChangedState:
         self._model, self._plan = model, plan
         self._sends = rank % plan.stage_width == 0
         self._own = own_names(model)
-        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._paths: dict[int, str] = {}
         self._unseen: dict[Key, bool] = {}  # key → whether the old object was changed
         self._changed_at = 0
         self._buffers, self._weights = list[_WatchedTensor](), list[_WatchedTensor]()
         self._watches_weights = bool(self._own)
         for path, module in model.named_modules():
+            self._paths[id(module)] = path
             own = self._own.get(path, frozenset()) | self._own.get(path.rpartition(".")[0], frozenset())
             self._watches_weights |= renormalizes(module)
             for table, watched in ((module._buffers, self._buffers), (module._parameters, self._weights)):
