@@ -259,7 +259,8 @@ class _RoundRequest(Request):
             return False
         self._begun = time.monotonic()
         self.set_deadline(self._begun + self._batch.group.timeout)
-        self.messages = [call_of(self.method, (self._round,))]
+        self.arguments = (self._round,), {}
+        self.messages = [call_of(self.method, *self.arguments)]
         return True
 
     def put(self, item: Frame | Answers | GroupError | None) -> None:

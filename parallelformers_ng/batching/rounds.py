@@ -48,6 +48,9 @@ class Round:
     # Number of a row → parcel with what other threads of the caller changed in the row's objects.
     updates: dict[int, tuple[bytes, int]] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return f"round of batch {self.batch}: rows {[*self.joins]} join, {self.leaves} leave, {self.steps} steps"
+
 
 @dataclass
 class RoundOutput:

@@ -107,6 +107,18 @@ def bench(options: argparse.Namespace) -> None:
     _print(options, report.as_dict(), str(report))
 
 
+def health(options: argparse.Namespace) -> int:
+    """Print where the ranks of a running process are."""
+    from parallelformers_ng.runtime.inspection import reports_of
+
+    try:
+        print("\n\n".join(reports_of(options.pid)))
+    except ParallelError as error:
+        print(f"parallelformers-ng: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def _custom(options: argparse.Namespace) -> Any:
     from parallelformers_ng.sharding.policy_file import policies_of_file
 
@@ -253,6 +265,16 @@ def _parser() -> argparse.ArgumentParser:
         "--no-baseline", dest="baseline", action="store_false", help="measure only the ranks, not one process"
     )
     command.set_defaults(command=bench)
+
+    command = commands.add_parser(
+        "health",
+        help="show where the ranks of a running process are",
+        description="Show each group of workers of the process PID: for each rank its process id and state, its steps"
+        " of collectives, the method that it runs, and a traceback. The process goes on meanwhile, and may hang itself."
+        " The exit status is 1 if the process has no groups, has ended, or belongs to another user.",
+    )
+    command.add_argument("pid", type=count, metavar="PID", help="a process that uses workers, or a server")
+    command.set_defaults(command=health)
 
     command = commands.add_parser(
         "serve",

@@ -38,10 +38,6 @@ COUNTER_WORD, SIGNATURE_WORD, END_WORD = 0, 1, 8
 PARENT = -1  # author of an abort by the parent; a rank has a number from 0 on
 
 
-PAGE_BYTES = 4096
-HEADER_BYTES = PAGE_BYTES
-
-
 class Arena:
     """An arena that is mapped into this process. The parent calls `Arena.create`; each worker maps the arena's `fd`.
 
@@ -108,6 +104,11 @@ class Arena:
 
     def counter(self, place: int) -> int:
         return self.words[self.line(place) + COUNTER_WORD]
+
+    def last_collective(self, place: int) -> str:
+        """Describe the last step of a place by its signature; "" before the first step, or in the midst of a reset."""
+        operation, detail = divmod(self.words[self.line(place) + SIGNATURE_WORD + self.counter(place) % 2], 1 << 48)
+        return {1: f"all_reduce of {detail // 8} numbers", 2: "all_gather"}.get(operation, "")
 
     @property
     def aborted(self) -> bool:

@@ -35,7 +35,7 @@ _MIN_CAPABILITY = (8, 0)  # add_bf16x2 of CUDASymmetricMemory-inl.cuh asserts on
 _SOCKET_FOLDERS = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # IpcChannel::get_socket_name of CUDASymmetricMemoryUtils.cpp
 _MAX_PATH_BYTES = 107  # of a socket; IpcChannel copies longer paths beyond its buffer
 _LOOK_SECONDS, _RELEASE_SECONDS = 0.02, 0.0005
-_logger = logging.getLogger(__name__)
+log = logging.getLogger("parallelformers_ng")
 _numbers = itertools.count()
 
 
@@ -192,7 +192,7 @@ def proven_small_sums(
             made[0].close()
     if rank == 0:
         done = f"stay with NCCL: {reason}" if reason else "read the memory of the other devices"
-        _logger.info("sums of less than %d KiB %s", MAX_BYTES // 1024, done)
+        log.info("sums of less than %d KiB %s", MAX_BYTES // 1024, done)
     return None if reason else made[0]
 
 

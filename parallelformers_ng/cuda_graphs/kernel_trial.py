@@ -28,7 +28,7 @@ from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, CudaRecorder
 KernelMode: TypeAlias = Literal["modules", "watched", "both", "kernels"]
 # Runs of a recorded step, of which the fastest counts.
 REPLAYS = 5
-_logger = logging.getLogger(__name__)
+log = logging.getLogger("parallelformers_ng")
 
 
 class KernelTrial:
@@ -81,7 +81,7 @@ class KernelTrial:
         self.mode = "modules" if reason else "kernels"
         if self._communicator.rank == 0:
             result = f"are left to their operators: {reason}" if reason else "are computed by the Triton kernels"
-            _logger.log(logging.WARNING if reason else logging.INFO, "decode steps %s", result)
+            log.log(logging.WARNING if reason else logging.INFO, "decode steps %s", result)
 
     def _unserved(self, step: Callable[[], Any]) -> str:
         with CaptureCheck() as check, self._kernels.computing("watched"):

@@ -108,18 +108,18 @@ class DecoderStack(LayersAsOne):
     @property
     def max_rows(self) -> int:
         """Largest number of tokens that one call of C computes; 0 if C cannot compute the layers."""
-        view: _StackInC | None = self.view() if may_serve() else None
+        view: StackInC | None = self.view() if may_serve() else None
         return 0 if view is None else view.max_rows
 
     def step_in_c(self, hidden: Tensor, **kwargs: Any) -> StepInC | None:
         """Return one call of C that computes all layers of this rank; None if C cannot compute the layers."""
-        stack: _StackInC | None = self.view() if is_step(hidden) and may_serve() else None
+        stack: StackInC | None = self.view() if is_step(hidden) and may_serve() else None
         step = None if stack is None else stack.step_for(hidden, **kwargs)
         return None if stack is None or step is None else StepInC(stack, hidden, step, kwargs[CACHE])
 
-    def _new_view(self) -> tuple[_StackInC | None, Sequence[Guard]]:
+    def _new_view(self) -> tuple[StackInC | None, Sequence[Guard]]:
         own_layers = [layer for layer in self if not isinstance(layer, Placed) or layer.is_here]
-        stack = _StackInC.of(own_layers)
+        stack = StackInC.of(own_layers)
         if stack is not None:
             stack.guard.watch((self._modules, name) for name in self._modules)
         return stack, () if stack is None else (stack.guard,)
@@ -147,7 +147,7 @@ def with_layers_as_one(cls: Any, device: str = "cpu") -> Any:
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 
 
-class _StackInC:
+class StackInC:
     """The kernel's arguments for decoder layers; the kernel computes both halves of every layer."""
 
     def __init__(self, layers: Iterable[nn.Module], halves: list[tuple[AttentionHalf, FeedHalf]]) -> None:
@@ -163,7 +163,7 @@ class _StackInC:
         self._layers = b"".join(_packed(*pair) for pair in halves)
 
     @classmethod
-    def of(cls, layers: list[nn.Module]) -> _StackInC | None:
+    def of(cls, layers: list[nn.Module]) -> StackInC | None:
         """Return the arguments; None if one call cannot run all layers."""
         halves = [layer.halves() if isinstance(layer, FusedDecoderLayer) else (None, None) for layer in layers]
         known = [(attention, feed) for attention, feed in halves if attention is not None and feed is not None]
@@ -227,7 +227,7 @@ class _StackInC:
 class StepInC(NamedTuple):
     """One decode step, ready for C; several steps over different caches can share a call."""
 
-    stack: _StackInC
+    stack: StackInC
     hidden: Tensor
     step: Step
     cache: DynamicCache

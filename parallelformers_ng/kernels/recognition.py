@@ -41,7 +41,7 @@ _HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
 _HARMLESS_IF_OFF = frozenset({"output_attentions", "output_hidden_states", "output_router_logits", "return_dict"})
 
 _TOLERANCE = 1e-4
-_logger = logging.getLogger(__name__)
+log = logging.getLogger("parallelformers_ng")
 
 
 def agree(what: str, results: Callable[[], tuple[Tensor, Tensor]]) -> bool:
@@ -59,7 +59,7 @@ def agree(what: str, results: Callable[[], tuple[Tensor, Tensor]]) -> bool:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     if reason:
-        _logger.warning("%s computed by the modelling code: %s", what, reason)
+        log.warning("%s computed by the modelling code: %s", what, reason)
     return not reason
 
 

@@ -28,7 +28,7 @@ from torch.nn import functional
 MAX_ROWS = 64
 _ROWS_COMPARED = 16
 
-_logger = logging.getLogger(__name__)
+log = logging.getLogger("parallelformers_ng")
 
 
 def lay_side_by_side(model: nn.Module) -> None:
@@ -104,7 +104,7 @@ class SideBySide:
             tolerance = (1e-4 if want.dtype in (torch.float32, torch.float64) else 2e-2) * want.abs().max()
             self.agree = bool((product - want).abs().max() <= tolerance)
             if not self.agree:
-                _logger.info(
+                log.info(
                     "%d linear layers are computed one by one: one product gives different results", len(self._sizes)
                 )
                 self.part()

@@ -20,12 +20,11 @@ from parallelformers_ng.option_checks import checked_seconds
 from parallelformers_ng.runtime import startup
 from parallelformers_ng.runtime.limits import thread_deadline
 from parallelformers_ng.runtime.processes import Processes
-from parallelformers_ng.runtime.request import Answers, Request, call_of, read
+from parallelformers_ng.runtime.request import Answers, Arguments, Request, call_of, read
 from parallelformers_ng.runtime.request_loop import GOODBYE_SECONDS, RequestLoop
 from parallelformers_ng.wire.frame import Flag, Frame
 from parallelformers_ng.wire.message import decode, encode
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 OnEvent = Callable[[Any], object] | None
 Watch = Callable[[], Any] | None
 LOOK_SECONDS = 0.05
@@ -276,6 +275,7 @@ class WorkerGroup:
         if threading.get_ident() in self._in_event:
             raise GroupError(f"{method!r} was called from the on_event of another request; call it after that request")
         request = Request(method, [call_of(method, *each) for each in calls], flags, deadline)
+        request.arguments = calls[0]
         try:
             self._loop.submit(request)
             values, error = read(self._answers(request, on_event, watch))

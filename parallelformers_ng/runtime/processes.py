@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from parallelformers_ng.errors import GroupClosedError, GroupError, WrongProcessError
+from parallelformers_ng.runtime.records import RankRecords
 from parallelformers_ng.runtime.worker_process import Worker
 from parallelformers_ng.wire.frame import FrameKind
 
@@ -33,6 +34,7 @@ class Processes:
         self._device_names = device_names
         self.arena = arena
         self.rendezvous: int | None = None
+        self.records: RankRecords | None = None
         self.quiet_cpus: set[int] = set()
         self.owner = os.getpid()
         self._ending = threading.Lock()
@@ -97,6 +99,8 @@ class Processes:
             worker.reap()
         with self._descriptors:
             self.close()
+        if self.records is not None:
+            self.records.close()
 
     def close(self) -> None:
         """Close this process's descriptors and mappings, without ending the workers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import queue
+import reprlib
 import threading
 import time
 from collections import deque
@@ -17,6 +18,7 @@ from parallelformers_ng.runtime import failures
 from parallelformers_ng.wire.frame import Frame, FrameKind
 from parallelformers_ng.wire.message import Encoded, decode, encode
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Answers = dict[int, Frame]  # rank → answer frame of the rank, not yet decoded
 
 
@@ -28,12 +30,14 @@ class Request:
     """A method that every rank runs. The caller waits in `next`; the group's thread delivers answers with `put`.
 
     Attributes:
+        arguments: arguments of one rank, for texts about the request.
         seconds: time between setting the deadline and the deadline.
         updates: messages for the ranks that arrived after the arguments; see `FrameKind.UPDATE`.
     """
 
     def __init__(self, method: str, messages: Sequence[Encoded], flags: int = 0, deadline: float = math.inf) -> None:
         self.method, self.messages, self.flags = method, messages, flags
+        self.arguments: Arguments = (), {}
         self.set_deadline(deadline)
         self.begun = self.given_up = False
         self.updates: deque[Encoded] = deque()
@@ -80,6 +84,22 @@ class Request:
             frames = [item] if isinstance(item, Frame) else item.values() if isinstance(item, dict) else ()
             for frame in frames:
                 frame.discard()
+
+
+def described(method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """Return a call as text, with the shapes of tensors. No code of the program runs for the text."""
+    words = [*map(brief, args), *(f"{name}={brief(value)}" for name, value in kwargs.items())]
+    return f"{method}({', '.join(words)})"
+
+
+def brief(value: Any) -> str:
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if value is None or kind in (bool, int, float, str):
+        return reprlib.repr(value)
+    is_ours = kind.__module__.startswith("parallelformers_ng.") and kind.__str__ is not object.__str__
+    return str(value) if is_ours else kind.__name__
 
 
 def read(answers: Answers) -> tuple[list[Any], WorkerError | None]:

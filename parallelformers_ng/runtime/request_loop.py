@@ -22,7 +22,7 @@ from parallelformers_ng.errors import (
 from parallelformers_ng.runtime import tracebacks
 from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.processes import Processes
-from parallelformers_ng.runtime.request import Answers, Request
+from parallelformers_ng.runtime.request import Answers, Request, described
 from parallelformers_ng.runtime.spawn import poll_of
 from parallelformers_ng.runtime.worker_process import Worker
 from parallelformers_ng.wire.frame import Flag, FrameKind, Packed
@@ -53,6 +53,7 @@ class RequestLoop:
         self._sequence = 0  # number of the current request
         self._needs_reset = False
         self._answers: Answers = {}  # answers to the current request
+        self._phase = "running on the ranks"
 
     def start(self) -> None:
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -199,6 +200,9 @@ class RequestLoop:
         except SharedMemoryError as error:
             request.put(error)
             return False
+        except RequestTimeoutError:
+            self._phase = f"being sent to rank {self._partner.rank}"
+            raise
         finally:
             for each in packed:
                 each.close()
@@ -288,6 +292,10 @@ class RequestLoop:
                 "the worker group was ended: the workers did not leave an interrupted request within"
                 f" {STRAGGLER_SECONDS:g} s; parallelize the model again to use it"
             )
-        stood = tracebacks.report(self._processes)
+        phase = f"answered by ranks {sorted(self._answers)}" if self._answers else self._phase
+        stood = (
+            f"The request was {phase}: {described(request.method, *request.arguments)}\n"
+            f"{tracebacks.report(self._processes.workers, self._processes.arena)}"
+        )
         self._processes.note_reason(GroupError(f"{why}\n{stood}" if request.given_up else why))
         return RequestTimeoutError(f"{text}; the workers were ended. Allow more time with timeout=\n{stood}")

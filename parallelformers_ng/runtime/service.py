@@ -22,8 +22,9 @@ from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.connect import chosen_backend, connect
 from parallelformers_ng.collectives.process_group import rendezvous_path
 from parallelformers_ng.errors import GroupError, ProtocolError
-from parallelformers_ng.runtime import failures, titles
+from parallelformers_ng.runtime import failures, records, titles
 from parallelformers_ng.runtime.placement import NCCL_PHASE, take_device
+from parallelformers_ng.runtime.request import brief, described
 from parallelformers_ng.wire import by_value
 from parallelformers_ng.wire.frame import Flag, Frame, FrameKind
 from parallelformers_ng.wire.message import NOTHING, decode, pack
@@ -85,7 +86,7 @@ class Service:
             if frame.flags & Flag.RESET:
                 self.communicator.reset()  # if this fails, the process ends, so that its peers do not wait
             try:
-                value = self._run(frame)
+                value = self._run(**decode(frame, self.device if frame.flags & Flag.TO_DEVICE else None))
                 if abort_error := self.communicator.why_void():
                     raise abort_error
                 self.communicator.note_end(frame.sequence)
@@ -117,12 +118,10 @@ class Service:
         where = f"rank {self.communicator.rank}"
         raise ProtocolError(f"{where} received {frame.kind.name} {frame.sequence}; expected request {due}")
 
-    def _run(self, frame: Frame) -> Any:
-        request = decode(frame, self.device if frame.flags & Flag.TO_DEVICE else None)
-        method = request["method"]
+    def _run(self, method: str, args: Any, kwargs: Any) -> Any:
         if "._" in f".{method}":
             raise GroupError(f"the method {method!r} is private to the worker; call a public one")
-        return operator.attrgetter(method)(self.target)(*request["args"], **request["kwargs"])
+        return operator.attrgetter(method)(self.target)(*args, **kwargs)
 
 
 def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
@@ -148,6 +147,7 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         span = boot["span"]  # facts about several hosts; None on one host
         counts, number = (span["counts"], span["number"]) if span else ([boot["world_size"]], 0)
         rank, world_size, device = sum(counts[:number]) + boot["rank"], sum(counts), torch.device(boot["device"])
+        records.send_records(rank, socket.socket(fileno=boot["records"].fd))
         if device.type == "cuda":
             channel.send(FrameKind.EVENT, 0, f"preparing {device}")
             take_device(device)
@@ -158,6 +158,8 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         plain = {name: boot[name] for name in ("backend", "rank", "world_size", "timeout", "span")}
         communicator = connect(**plain, device=device, arena_fd=boot["arena"].fd, rendezvous=path)
         boot["arena"].close()
+        if records.are_detailed():
+            _log_details(type(communicator))
 
         channel.send(FrameKind.EVENT, 0, f"building {name}")
         caller = _channel_to_caller(span) if span else channel
@@ -182,6 +184,15 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
     boot["stderr"].close()
     channel.send(FrameKind.READY, 0, None)
     return Service(caller, target, communicator, emit, boot["spins"], device)
+
+
+def _log_details(communicator: type[Communicator]) -> None:
+    def request(service: Service, method: str, args: Any, kwargs: Any) -> str:
+        return f"request {service.emit.sequence}, {described(method, args, kwargs)}"
+
+    records.log_calls(Service, "_run", request)
+    for name in ("sum", "gather"):
+        records.log_calls(communicator, name, lambda _, tensor, *rest, name=name: f"{name} of {brief(tensor)}")
 
 
 def _channel_to_caller(span: Mapping[str, Any]) -> Channel:

@@ -25,6 +25,7 @@ from parallelformers_ng.runtime import cores, failures, forks, tracebacks
 from parallelformers_ng.runtime.forks import ForkServer
 from parallelformers_ng.runtime.placement import NCCL_PHASE, NCCL_REMEDY
 from parallelformers_ng.runtime.processes import Processes
+from parallelformers_ng.runtime.records import RankRecords
 from parallelformers_ng.runtime.spawn import environment_of_worker, module_path, poll_of
 from parallelformers_ng.runtime.worker_process import WorkerProcess
 from parallelformers_ng.wire.frame import OUT_OF_MEMORY, FileDescriptor, FrameKind, why_no_memory
@@ -88,6 +89,7 @@ def launch(
     processes.workers = workers  # which gets each worker at once, so that it is ended if a later one fails
     workers.extend(WorkerProcess(ranks_before + index, environment, server) for index in range(world_size))
     standard_error = 2 if _has_standard_error() else os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    processes.records = RankRecords()
     common: dict[str, Any] = vars(settings) | {
         "world_size": world_size,
         "threads": threads,
@@ -96,6 +98,7 @@ def launch(
         "rendezvous": None,
         "arena": FileDescriptor(processes.arena.fd),
         "stderr": FileDescriptor(standard_error),
+        "records": FileDescriptor(processes.records.theirs.fileno()),
     }
     if chosen_backend(settings.backend, device_names[0].partition(":")[0]) != "shared_memory":  # which uses the arena
         processes.rendezvous = create_rendezvous()
@@ -117,6 +120,7 @@ def launch(
             _fail_ended(worker)
     if standard_error != 2:
         os.close(standard_error)
+    processes.records.theirs.close()
     return functools.partial(await_ready, workers, server, deadline, settings.start_timeout)
 
 

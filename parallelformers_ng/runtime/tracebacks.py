@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from parallelformers_ng.collectives.control_groups import kernel_text
-from parallelformers_ng.runtime.processes import Processes
-from parallelformers_ng.runtime.worker_process import Worker, WorkerProcess
+from parallelformers_ng.runtime.worker_process import Worker
 
 _ANSWER_SECONDS, _CHECK_SECONDS = 1.0, 0.02
 _MAX_FRAMES = 12
@@ -26,11 +24,8 @@ class StackFrame(NamedTuple):
 
 def collect(workers: Sequence[Worker]) -> list[list[StackFrame]]:
     """Return the frames of each rank, innermost first. A rank that does not answer in a second has none, and neither
-    has a rank on another host. A stopped rank goes on."""
-    logs = [
-        functools.partial(worker.log_since, worker.request_traceback()) if isinstance(worker, WorkerProcess) else None
-        for worker in workers
-    ]
+    has a rank on another host."""
+    logs = [worker.request_traceback() for worker in workers]
     end = time.monotonic() + _ANSWER_SECONDS
     return [[] if log is None else _frames(log, end) for log in logs]
 
@@ -45,25 +40,39 @@ def _frames(log: Callable[[], str], end: float) -> list[StackFrame]:
     return [StackFrame(*found) for found in _FRAME.findall(text.rpartition("\n\n")[2])]
 
 
-def report(processes: Processes) -> str:
-    """Return a text about each rank of a late request: the state of its process, its steps of collectives (a rank with
-    fewer steps than its peers is late), and its innermost frames."""
-    # `collect` wakes stopped ranks, so their states are read before.
-    states = [_state(worker, processes.arena) for worker in processes.workers]
+def report(workers: Sequence[Worker], arena: Any) -> str:
+    """Return a text about each rank: the state of its process, its steps of collectives (a rank with fewer steps than
+    its peers is late), the method that it runs, and its innermost frames. `arena` is None before ranks have mapped
+    it."""
+    # `collect` may wake stopped ranks, so their states are read before.
+    states = [_state(worker, arena, worker.rank - workers[0].rank) for worker in workers]
     lines = []
-    for worker, state, frames in zip(processes.workers, states, collect(processes.workers), strict=True):
-        lines.append(f"rank {worker.rank} (pid {worker.pid}, {state}):{'' if frames else ' no traceback'}")
+    for worker, state, frames in zip(workers, states, collect(workers), strict=True):
+        words = [f"pid {worker.pid}", state, *_activity(frames)]
+        lines.append(f"rank {worker.rank} ({', '.join(words)}):{'' if frames else ' no traceback'}")
         inner = [frame for frame in frames if frame.function not in _EVERY_MODULE]
         lines += [f"  {each.file}, line {each.line}, in {each.function}" for each in inner[:_MAX_FRAMES]]
     return "\n".join(lines)
 
 
-def _state(worker: Worker, arena: Any) -> str:
+def _state(worker: Worker, arena: Any, place: int) -> str:
     if worker.host_name is not None:
         return f"on host {worker.host_name}"
     status = kernel_text(f"/proc/{worker.pid}/status")
     if not status:
         return "ended"
-    steps = arena.counter(worker.rank) + arena.counter(arena.world_size + worker.rank)  # of the group, of the stage
     state = status.partition("State:\t")[2].partition("\n")[0]
-    return f"{state}, {steps} steps of collectives" if steps else state
+    if arena is None:
+        return state
+    places = place, arena.world_size + place  # of the group, of the stage
+    steps = sum(map(arena.counter, places))
+    last = " and ".join(filter(None, map(arena.last_collective, places)))
+    return f"{state}, {steps} steps of collectives, the last {last}" if steps else state
+
+
+def _activity(frames: Sequence[StackFrame]) -> list[str]:
+    """Say what a rank does for the caller; nothing if the traceback does not reach that far."""
+    place_of = {each.function: number for number, each in enumerate(frames) if each.file.endswith("runtime/service.py")}
+    if "_run" in place_of:
+        return [f"runs {frames[place_of['_run'] - 1].function!r}"]
+    return ["waits for a request"] if "_next" in place_of else ["reads or answers a request"] * ("serve" in place_of)

@@ -51,6 +51,11 @@ class Worker:
     def close(self) -> None:
         raise NotImplementedError
 
+    def request_traceback(self) -> Callable[[], str] | None:
+        """Make the worker write a traceback. Return a function that reads what the worker has written since; None for a
+        worker on another host."""
+        return None
+
     def exit_status(self) -> int | None:
         """Return the same as `reap`; kill a worker that does not end within 1 s."""
         if not self.has_ended(EXIT_SECONDS):
@@ -127,16 +132,17 @@ class WorkerProcess(Worker):
         if not self.has_ended():
             send_signal(self.pidfd, signal.SIGKILL)
 
-    def request_traceback(self) -> int:
-        """Make the worker, or its fork server if the worker is not forked yet, write a traceback to its log. Return the
-        size of the log before the traceback."""
-        size = self._log_link.log_size()
+    def request_traceback(self) -> Callable[[], str]:
+        """Make the worker, or its fork server if the worker is not forked yet, write a traceback. A stopped worker goes
+        on."""
+        log = self._log_link
+        written = functools.partial(log.log_since, log.log_size())
         if not self.has_ended():
             send_signal(self.pidfd, signal.SIGCONT)  # a stopped process would not write
             send_signal(self.pidfd, signal.SIGUSR1)
         elif self._server is not None and not self.pid:
             self._server.request_traceback()
-        return size
+        return written
 
     def reap(self) -> int | None:
         return self._process.exit_code(REAP_SECONDS) if self.pid else None
@@ -147,9 +153,6 @@ class WorkerProcess(Worker):
 
     def startup_log(self) -> str:
         return self._log_link.log_tail()
-
-    def log_since(self, start: int) -> str:
-        return self._log_link.log_since(start)
 
     def close(self) -> None:
         self.pidfd = -1

@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 
 from parallelformers_ng.generation.object_state import Changes, Given
 from parallelformers_ng.live_code.packing import CodeChanges
+from parallelformers_ng.runtime.request import described
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 from parallelformers_ng.worker.changed_state import StateReport
 
@@ -60,6 +61,9 @@ class Call:
     confirmed: int = 0
     grad: bool | None = None
     draws: Any = None
+
+    def __str__(self) -> str:
+        return described(f"{self.path}.{self.method}".lstrip("."), self.args, self.kwargs)
 
 
 @dataclass

@@ -13,6 +13,8 @@ from parallelformers_ng.generation.proposals import propose_after_prompt
 from parallelformers_ng.generation.single_indices import slice_single_indices
 from parallelformers_ng.generation.step_masks import answer_for_steps
 from parallelformers_ng.kernels import installation, on_devices, sdpa
+from parallelformers_ng.kernels.decoder_stack import StackInC
+from parallelformers_ng.runtime import records
 from parallelformers_ng.sharding import look_ups
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.stored import StoredInParts
@@ -21,6 +23,8 @@ from parallelformers_ng.sharding.stored import StoredInParts
 def install(device: torch.device) -> None:
     """Install the functions that serve a kind of device. Every model of the process uses them. Idempotent."""
     propose_after_prompt()
+    if records.are_detailed():
+        records.log_calls(StackInC, "run", lambda _, *steps: f"{len(steps)} steps in C, with the sums of all layers")
     if device.type == "cpu":
         sdpa.install()
         append_in_place()

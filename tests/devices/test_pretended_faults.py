@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,19 @@ import torch
 from benchmarks.chaos_devices import faults
 from parallelformers_ng import parallelize
 from parallelformers_ng.collectives.nccl import nccl_defaults
-from parallelformers_ng.errors import CollectiveAbortedError, PlacementError, StartupError, WorkerDiedError, WorkerError
+from parallelformers_ng.errors import (
+    CollectiveAbortedError,
+    PlacementError,
+    RequestTimeoutError,
+    StartupError,
+    WorkerDiedError,
+    WorkerError,
+)
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.worker.preload import IMPORTS
 from tests.pretend_cuda import process_group, stubs
 from tests.pretend_cuda.caller import TARGET, small
-from tests.pretend_cuda.faults import KINDS
+from tests.pretend_cuda.faults import KINDS, HangingDevice
 from tests.pretend_cuda.objects import RaisesOn
 from tests.zoo.case import VOCABULARY, text_inputs, token_ids
 from tests.zoo.decoders import gpt2
@@ -78,8 +87,23 @@ def test_nccl_is_tried_at_the_start(mishap: str, cause: str, pretended: WorkerGr
 def test_nccl_hang_names_its_remedy(pretended: WorkerGroup, monkeypatch: Any) -> None:
     """The hang is endless: a rank waits for a sum that never comes."""
     monkeypatch.setenv(process_group.MISHAP, "hang")
-    with pytest.raises(StartupError, match=r"within 6 s; it was connecting to its peers by NCCL.*NCCL_P2P_DISABLE=1"):
+    place = r"\(.*process_group\.py, line \d+\)"
+    says = f"within 6 s; it was connecting to its peers by NCCL {place}.*NCCL_P2P_DISABLE=1"
+    with pytest.raises(StartupError, match=says):
         WorkerGroup(2, "cuda", target=TARGET, start_timeout=6)
+
+
+def test_rank_that_waits_for_its_device_is_named(pretended: WorkerGroup) -> None:
+    with WorkerGroup(2, "cuda", target=TARGET, imports=IMPORTS, timeout=60) as group:
+        model = parallelize(small(), workers=group)
+        processors = [HangingDevice(group.pids[1])]
+        with pytest.raises(RequestTimeoutError) as caught:
+            model.generate(**text_inputs(), **GREEDY, logits_processor=processors, timeout=8)
+    assert "The request was running on the ranks: run(generate(" in str(caught.value)
+    waits = str(caught.value).partition("\nrank 1 ")[2]
+    assert "runs 'run'" in waits
+    assert re.search(r"^  .*pretend_cuda/streams\.py, line \d+, in host_waits$", waits, re.MULTILINE)
+    assert re.search(r"^  .*parallelformers_ng/generation/\w+\.py, line \d+, in ", waits, re.MULTILINE)
 
 
 def test_one_rank_does_without_nccl(pretended: WorkerGroup, monkeypatch: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import sys
@@ -144,6 +145,9 @@ class Target:
         if self.rank == 0:
             print(text, flush=True)
             print(text, file=sys.stderr, flush=True)
+
+    def write_log(self, logger: str, level: int, text: str) -> None:
+        logging.getLogger(logger).log(level, text, self.rank)
 
 
 class FailsToBuild:

@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from parallelformers_ng.errors import RequestTimeoutError, WorkerDiedError
 from tests.pretend_cuda import process_group
+from tests.pretend_cuda.streams import order
 from tests.zoo.case import VOCABULARY
 
 LATE_SECONDS = 1.0
@@ -40,6 +41,17 @@ def _break_nccl(scores: torch.Tensor) -> None:
 
 def _come_late(scores: torch.Tensor) -> None:
     time.sleep(3 * LATE_SECONDS)
+
+
+class HangingDevice(LogitsProcessor):
+    """A processor after which the device of one process finishes no more work."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        order.hangs = os.getpid() == self.pid
+        return scores
 
 
 @dataclass(frozen=True)

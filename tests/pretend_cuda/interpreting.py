@@ -30,13 +30,13 @@ class _Notes(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+        if record.module == "kernel_trial":
+            self.lines.append(record.getMessage())
 
 
 _notes = _Notes()
-_trials = logging.getLogger("parallelformers_ng.cuda_graphs.kernel_trial")
-_trials.addHandler(_notes)
-_trials.setLevel(logging.INFO)
+kernel_trial.log.addHandler(_notes)
+kernel_trial.log.setLevel(logging.INFO)
 
 
 class InterpretingRunner(CountingRunner):

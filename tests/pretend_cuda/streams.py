@@ -10,6 +10,7 @@ The model follows `streams.py`, `CUDAStream.cpp` and `CUDACachingAllocator.cpp` 
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -116,11 +117,13 @@ class Order:
         default: stream with most of the work.
         leaving: for each host storage, positions of copies that read it, and a reference to its tensor.
         replayed: operators of replayed graphs, for `Event.elapsed_time`.
+        hangs: whether the device finishes no more work, so that every wait of the host is endless.
         kernel_cost: number of operators that one of the package's kernels counts for.
     """
 
     def __init__(self) -> None:
         self.replayed = 0
+        self.hangs = False
         self.kernel_cost = 1
         self.default = Stream(0)
         self._begun: int | None = None  # position of the default stream at the first use of another stream
@@ -171,6 +174,8 @@ class Order:
 
     def host_waits(self, marks: Marks | None = None) -> None:
         """Record that the host has waited for positions of streams, or, with None, for the whole device."""
+        while self.hangs:
+            time.sleep(0.01)
         if marks is None:
             marks = self.current.marks
             for stream in list(_streams):

@@ -208,7 +208,8 @@ def _free(key: int) -> None:
 
 class _Notes(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        lines.append(record.getMessage())
+        if record.module == "small_sums":
+            lines.append(record.getMessage())
 
 
 def install() -> None:
@@ -218,8 +219,8 @@ def install() -> None:
     small_sums._SymmetricMemory = SymmetricMemory  # type: ignore[assignment, misc]
     small_sums.TRIAL_SECONDS = 2.0
     memory.on_free.append(_free)
-    small_sums._logger.addHandler(_Notes())
-    small_sums._logger.setLevel(logging.INFO)
+    small_sums.log.addHandler(_Notes())
+    small_sums.log.setLevel(logging.INFO)
     _library.impl("one_shot_all_reduce_out", one_shot_all_reduce_out, "CPU")
 
 

@@ -1,0 +1,86 @@
+"""Finds the ranks of another process from outside, in /proc. The process itself may hang, be stopped or be busy."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+from parallelformers_ng.collectives.arena import WORLD_SIZE_WORD, Arena
+from parallelformers_ng.collectives.control_groups import kernel_text
+from parallelformers_ng.errors import GroupError
+from parallelformers_ng.runtime.tracebacks import report
+from parallelformers_ng.runtime.worker_process import Worker
+
+_LOG = re.compile(r"/memfd:parallelformers_ng-rank-(\d+) ")
+_ARENA = re.compile(r"/memfd:parallelformers_ng\.arena ")
+_MAPPED = re.compile(r"(\d+) +/memfd:parallelformers_ng\.arena ")  # with the number of the file
+
+
+class ForeignRank(Worker):
+    """A rank of another process of the same user. A stopped rank stays stopped, and so writes no traceback."""
+
+    def __init__(self, pid: int, rank: int, log: Path) -> None:
+        self.pid, self.rank, self._log = pid, rank, log
+
+    def request_traceback(self) -> Callable[[], str]:
+        size = len(self._written())
+        # SIGUSR1 would end a process that has no handler yet.
+        if int(_status(self.pid, "SigCgt") or "0", 16) >> (signal.SIGUSR1 - 1) & 1:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGUSR1)
+        return lambda: self._written()[size:].decode(errors="replace")
+
+    def _written(self) -> bytes:
+        with contextlib.suppress(OSError):  # the rank has ended
+            return self._log.read_bytes()
+        return b""
+
+
+def reports_of(pid: int) -> list[str]:
+    """Return a text about each group of a process, with a traceback of each rank."""
+    if not os.path.exists(f"/proc/{pid}"):
+        raise GroupError(f"there is no process {pid}")
+    try:
+        arenas = {os.stat(file).st_ino: file for file, _ in _open_files(pid, _ARENA)}
+    except PermissionError:
+        raise GroupError(f"process {pid} cannot be inspected, because it belongs to another user") from None
+    groups: dict[int, list[ForeignRank]] = defaultdict(list)
+    for other in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        parent = _status(other, "PPid")
+        if str(pid) in (parent, _status(parent, "PPid")):  # ranks are forks of a fork server, or children
+            mapped = _MAPPED.search(kernel_text(f"/proc/{other}/maps"))
+            with contextlib.suppress(OSError):  # a child that has ended, or has become another user's
+                for file, match in _open_files(other, _LOG)[:1]:
+                    groups[int(mapped[1]) if mapped else 0].append(ForeignRank(other, int(match[1]), file))
+    if not groups:
+        raise GroupError(f"process {pid} has no groups of workers")
+    return [_report(ranks, arenas.get(inode)) for inode, ranks in sorted(groups.items())]
+
+
+def _report(ranks: list[ForeignRank], arena: Path | None) -> str:
+    ranks.sort(key=lambda rank: rank.rank)
+    titles = [kernel_text(f"/proc/{ranks[0].pid}/cmdline").rstrip("\0")]
+    if arena is None:
+        return "\n".join([*titles, "(the group is starting)", report(ranks, None)])
+    with open(arena, "r+b") as file:
+        words = os.pread(file.fileno(), 8, 8 * WORLD_SIZE_WORD)
+        return "\n".join([*titles, report(ranks, Arena(file.fileno(), int.from_bytes(words, "little")))])
+
+
+def _status(pid: object, name: str) -> str:
+    """Return a field of the status of a process; "" if there is no such process."""
+    return kernel_text(f"/proc/{pid}/status").partition(f"\n{name}:\t")[2].partition("\n")[0]
+
+
+def _open_files(pid: int, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
+    files = []
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if match := pattern.match(os.readlink(file)):
+                files.append((file, match))
+    return files
