@@ -42,7 +42,7 @@ class ForeignRank(Worker):
 
 
 def reports_of(pid: int) -> list[str]:
-    """Return a text about each group of a process, with a traceback of each rank."""
+    """Return a text about each group of a process, with a traceback of each rank; of ranks that have joined a group."""
     if not os.path.exists(f"/proc/{pid}"):
         raise GroupError(f"there is no process {pid}")
     try:
@@ -52,24 +52,23 @@ def reports_of(pid: int) -> list[str]:
     groups: dict[int, list[ForeignRank]] = defaultdict(list)
     for other in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         parent = _status(other, "PPid")
-        if str(pid) in (parent, _status(parent, "PPid")):  # ranks are forks of a fork server, or children
-            mapped = _MAPPED.search(kernel_text(f"/proc/{other}/maps"))
-            with contextlib.suppress(OSError):  # a child that has ended, or has become another user's
-                for file, match in _open_files(other, _LOG)[:1]:
-                    groups[int(mapped[1]) if mapped else 0].append(ForeignRank(other, int(match[1]), file))
+        is_near = str(pid) in (parent, _status(parent, "PPid"))  # ranks are forks of a fork server, or children
+        mapped = _MAPPED.search(kernel_text(f"/proc/{other}/maps")) if is_near else None
+        if mapped is not None and int(mapped[1]) in arenas:
+            with contextlib.suppress(OSError, IndexError):  # the rank has ended
+                file, log = _open_files(other, _LOG)[0]
+                groups[int(mapped[1])].append(ForeignRank(other, int(log[1]), file))
     if not groups:
         raise GroupError(f"process {pid} has no groups of workers")
-    return [_report(ranks, arenas.get(inode)) for inode, ranks in sorted(groups.items())]
+    return [_report(ranks, arenas[inode]) for inode, ranks in sorted(groups.items())]
 
 
-def _report(ranks: list[ForeignRank], arena: Path | None) -> str:
+def _report(ranks: list[ForeignRank], arena: Path) -> str:
     ranks.sort(key=lambda rank: rank.rank)
-    titles = [kernel_text(f"/proc/{ranks[0].pid}/cmdline").rstrip("\0")]
-    if arena is None:
-        return "\n".join([*titles, "(the group is starting)", report(ranks, None)])
     with open(arena, "r+b") as file:
-        words = os.pread(file.fileno(), 8, 8 * WORLD_SIZE_WORD)
-        return "\n".join([*titles, report(ranks, Arena(file.fileno(), int.from_bytes(words, "little")))])
+        world_size = int.from_bytes(os.pread(file.fileno(), 8, 8 * WORLD_SIZE_WORD), "little")
+        text = report(ranks, Arena(file.fileno(), world_size))
+    return f"{kernel_text(f'/proc/{ranks[0].pid}/cmdline').rstrip(chr(0))}\n{text}"
 
 
 def _status(pid: object, name: str) -> str:

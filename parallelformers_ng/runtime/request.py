@@ -35,9 +35,10 @@ class Request:
         updates: messages for the ranks that arrived after the arguments; see `FrameKind.UPDATE`.
     """
 
+    arguments: Arguments = (), {}
+
     def __init__(self, method: str, messages: Sequence[Encoded], flags: int = 0, deadline: float = math.inf) -> None:
         self.method, self.messages, self.flags = method, messages, flags
-        self.arguments: Arguments = (), {}
         self.set_deadline(deadline)
         self.begun = self.given_up = False
         self.updates: deque[Encoded] = deque()

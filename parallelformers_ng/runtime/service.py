@@ -11,7 +11,6 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,7 +161,10 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
             _log_details(type(communicator))
 
         channel.send(FrameKind.EVENT, 0, f"building {name}")
-        caller = _channel_to_caller(span) if span else channel
+        caller = channel
+        if span:
+            file, *keys = span["caller"]
+            caller = SignedChannel(socket.socket(fileno=file.fd), Session(*keys), blocking=True)
         titles.show(f"rank {rank} of {world_size}")
         emit = Emitter(caller, rank, device)
         target = cls(rank, world_size, device, communicator, emit)
@@ -193,8 +195,3 @@ def _log_details(communicator: type[Communicator]) -> None:
     records.log_calls(Service, "_run", request)
     for name in ("sum", "gather"):
         records.log_calls(communicator, name, lambda _, tensor, *rest, name=name: f"{name} of {brief(tensor)}")
-
-
-def _channel_to_caller(span: Mapping[str, Any]) -> Channel:
-    file, *keys = span["caller"]
-    return SignedChannel(socket.socket(fileno=file.fd), Session(*keys), blocking=True)

@@ -42,8 +42,7 @@ def _frames(log: Callable[[], str], end: float) -> list[StackFrame]:
 
 def report(workers: Sequence[Worker], arena: Any) -> str:
     """Return a text about each rank: the state of its process, its steps of collectives (a rank with fewer steps than
-    its peers is late), the method that it runs, and its innermost frames. `arena` is None before ranks have mapped
-    it."""
+    its peers is late), the method that it runs, and its innermost frames."""
     # `collect` may wake stopped ranks, so their states are read before.
     states = [_state(worker, arena, worker.rank - workers[0].rank) for worker in workers]
     lines = []
@@ -62,8 +61,6 @@ def _state(worker: Worker, arena: Any, place: int) -> str:
     if not status:
         return "ended"
     state = status.partition("State:\t")[2].partition("\n")[0]
-    if arena is None:
-        return state
     places = place, arena.world_size + place  # of the group, of the stage
     steps = sum(map(arena.counter, places))
     last = " and ".join(filter(None, map(arena.last_collective, places)))
