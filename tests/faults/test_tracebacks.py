@@ -39,7 +39,7 @@ def test_request_is_described():
     assert re.search(r"runtime_target\.py, line \d+, in sleep\n", sleeps)
 
 
-def test_request_that_a_rank_does_not_read_is_described():
+def test_request_that_nobody_reads_is_described():
     with WorkerGroup(1, target="tests.helpers.runtime_target:Target", threads=1) as group:
         group._processes.workers[0].channel.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         os.kill(group.pids[0], signal.SIGSTOP)
@@ -72,7 +72,7 @@ def test_processor_that_hangs_is_named_on_every_rank():
         assert place_of_sleep("endless") in block
 
 
-def test_rank_that_hangs_in_a_checkpoint_read_is_named(tmp_path, monkeypatch):
+def test_rank_that_hangs_in_a_read_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("parallelformers_ng.model.groups.RUNNER", "tests.helpers.hanging_reader:HangingReader")
     options = {"device": "cpu", "timeout": 5, "restart": False}
     with pytest.raises(RequestTimeoutError) as caught:

@@ -39,7 +39,7 @@ def test_records_of_ranks_have_the_names_of_ranks(caplog):
     ] or {name for name, _, text in said(caplog) if text == "the same "} == {f"{OURS}.rank1"}
 
 
-def test_callers_level_counts_at_the_time_of_a_record(caplog):
+def test_callers_level_counts_at_each_record(caplog):
     with WorkerGroup(2, target=TARGET, threads=1) as group:
         logging.getLogger(f"{OURS}.rank1").setLevel(logging.ERROR)
         try:
