@@ -108,8 +108,7 @@ class LiveCode:
     def take_settings(self, model: Any, attributes: Mapping[tuple[str, str], Any], configs: Mapping[str, Any]) -> None:
         """Check that the plan fits new settings, and that ranks have the code of the attention functions they name."""
         with self._lock:
-            attention = getattr(model.config, "_attn_implementation", None)
-            if why := self.check.objection_to_settings(attributes, configs, attention):
+            if why := self.check.objection_to_settings(attributes, configs):
                 names = [f"{path}.{name}" for path, name in attributes]
                 names += [name.removesuffix("_internal") for name in configs]
                 raise _refused(names, f"the plan is not valid for the new value: {why}")
