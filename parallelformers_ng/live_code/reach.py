@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections.abc import Collection, Iterable
@@ -40,7 +41,7 @@ _MAX_ENTRIES = 200
 _OF_NO_CODE = (*PLAIN, torch.Tensor, nn.Module)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Slot:
     """A place where code is looked up by name, and its value.
 
@@ -57,6 +58,11 @@ class Slot:
     key: str
     value: Any
     of_step: bool
+
+    @functools.cached_property
+    def functions(self) -> tuple[types.FunctionType, ...]:
+        """The Python functions that run if the value is called or read."""
+        return tuple(functions_in(self.value))
 
 
 def reach(
