@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from parallelformers_ng.autopolicy.live_edits import LiveEdits
@@ -32,14 +31,10 @@ class CodeCheck:
         self.edits = LiveEdits(model)  # code that the program changed after the class built the model
         self._plan = plan
         self._selection = selection
-        self._inside: set[type[nn.Module]] = set()
-        self._outside: set[type[nn.Module]] = set()
+        classes = {path: type(module) for path, module in model.named_modules()}
         above = {path for root in plan.units for path in and_above(root)}
-        for path, module in model.named_modules():
-            if sees_part(plan, path):
-                self._inside.add(type(module))
-            elif path in above:
-                self._outside.add(type(module))
+        self._inside = {cls for path, cls in classes.items() if sees_part(plan, path)}
+        self._outside = {cls for path, cls in classes.items() if path in above} - self._inside
         self._layers = {layer.path.rpartition(".")[2] for layer in plan.layers} | {"weight"}
         cut = (model.get_submodule(layer.path) for layer in plan.layers if layer.cls is not StoredInParts)
         self._cut = {type(module) for module in cut if module._parameters}
@@ -51,7 +46,7 @@ class CodeCheck:
         def changed(classes: Iterable[type]) -> list[type]:
             return [cls for cls in classes if foreign_class(cls) and not reach([cls]).keys().isdisjoint(moved)]
 
-        for cls in changed(self._outside - self._inside):
+        for cls in changed(self._outside):
             if self._layers & names_of_class(cls):
                 return f"{cls.__name__} reads sharded layers"
         if cut := changed(self._cut):  # a proof is not enough here: see `CutUnit.not_stock`

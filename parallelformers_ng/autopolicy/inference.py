@@ -28,9 +28,8 @@ def propose(model: nn.Module, layers: Sequence[Layer], live: set[str]) -> list[P
         if _is_experts(name, module, live):
             proposals.setdefault(place, experts_at(place))
         attention = Attention.find(name, place, module, by_name)
-        names = set() if attention is None else {layer.name for layer in attention.layers}
-        if attention is not None and not names & used:
-            used |= names
+        if attention is not None and used.isdisjoint(layer.name for layer in attention.layers):
+            used |= {layer.name for layer in attention.layers}
             if place not in proposals and attention.out.place.block == place.block:
                 proposals[place] = attention.proposal(live)
     rest = [layer for layer in layers if layer.name not in used]
