@@ -42,6 +42,8 @@ SHAPES: dict[str, dict[str, int]] = {
            "num_attention_heads": 32, "num_key_value_heads": 8},
     "8B-8-layers": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8, "vocab_size": 128256,
                     "num_attention_heads": 32, "num_key_value_heads": 8},
+    "70B-8-layers": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 8, "vocab_size": 128256,
+                     "num_attention_heads": 64, "num_key_value_heads": 8},
     "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256,
            "num_attention_heads": 32, "num_key_value_heads": 8},
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256,

@@ -5,11 +5,13 @@
     python -m benchmarks.gpu_parts callers [--shape 1B] [--seconds 60] [--json OUT]
     python -m benchmarks.gpu_parts profile [--shape 1B] [--json OUT]
     python -m benchmarks.gpu_parts sums    [--json OUT]
+    python -m benchmarks.gpu_parts alone   [--shape 8B] [--seconds 250] [--json OUT]
 
 `kernels` compares each Triton kernel with its torch twin and with the bandwidth of a copy; `steps` compares decode
 steps with and without the kernels; `callers` measures batched calls of `generate`; `profile` lists the kernels of
-recorded decode steps by their time; `sums` compares small sums of two devices with NCCL's. Each figure is written to
-OUT, and to the page beside OUT, as soon as it is measured. A measurement that does not begin for lack of time is named.
+recorded decode steps by their time; `sums` compares small sums of two devices with NCCL's; `alone` measures one rank
+of 1, 2, 4 and 8 without its sums. Each figure is written to OUT, and to the page beside OUT, as soon as it is measured.
+A measurement that does not begin for lack of time is named.
 
 The program fails if a kernel's result differs from its twin's, if a trial left steps "with kernels" to the modules, or
 if a measurement raises an error. The other measurements run all the same.
@@ -31,6 +33,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from benchmarks import gpu, measure
+from benchmarks.gpu_alone import alone
 from benchmarks.gpu_cases import Case, cases
 from parallelformers_ng import parallelize, warm_up
 from parallelformers_ng.model import groups
@@ -272,7 +275,7 @@ def run(options: argparse.Namespace) -> list[str]:
     return wrong
 
 
-PARTS = {"kernels": kernels, "steps": steps, "callers": callers, "profile": profile, "sums": sums}
+PARTS = {"kernels": kernels, "steps": steps, "callers": callers, "profile": profile, "sums": sums, "alone": alone}
 
 
 def main() -> None:

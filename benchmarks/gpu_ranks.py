@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 
 from parallelformers_ng.collectives.small_sums import SmallSums
 from parallelformers_ng.kernels.step_kernels import StepKernels
@@ -36,8 +37,13 @@ class WithoutKernels(TellsKernels, ModelRunner):
 
 
 class ProfilesSteps:
-    """Methods of a rank that profiles its requests; for a class with a ModelRunner."""
+    """Methods of a rank that profiles its requests; for a class with a ModelRunner.
 
+    Attributes:
+        kernel_count: number of kernels and copies of the device in the last profile.
+    """
+
+    kernel_count = 0
     _profile: torch.profiler.profile | None = None
 
     def begin_profile(self) -> None:
@@ -54,6 +60,7 @@ class ProfilesSteps:
         self._profile.stop()
         events = self._profile.key_averages()
         on_device = sum(event.self_device_time_total for event in events)
+        self.kernel_count = sum(event.count for event in events if event.device_type != DeviceType.CPU)
         order = "self_device_time_total" if on_device else "self_cpu_time_total"
         return events.table(sort_by=order, row_limit=30, max_name_column_width=70), on_device
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_parts
+from benchmarks import gpu, gpu_alone, gpu_parts
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.kernels.triton.interpreter import interpret
 
@@ -118,3 +118,30 @@ def test_sums_of_two_devices(
 ) -> None:
     monkeypatch.setattr(gpu_parts, "SUM_RANK", "tests.pretend_cuda.gpu_ranks:PretendedSumRank")
     assert measured("sums") == {"sum of 64 bytes": {"NCCL, µs": 0.0, "kernel, µs": pytest.approx(2000)}}
+
+
+def test_one_rank_of_each_number_is_measured(
+    measured: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"ROWS": (1, 2), "PROMPTS": (5,), "TOKENS": 6}.items():
+        monkeypatch.setattr(gpu_alone, name, value)
+    figures = measured("alone")
+    for ranks in (1, 2, 4, 8):
+        for weights in ("bf16", "int8"):
+            for rows in (1, 2):
+                each = figures[f"one rank of {ranks}, {weights}, {rows} rows, 5 tokens"]
+                assert each["steps/s"] > 0
+                assert (each["× one rank of 1"] == 1) == (ranks == 1)
+        assert figures[f"kernels of one rank of {ranks}"]["kernels a step"] == 0  # a CPU has none
+
+
+def test_a_rank_alone_computes_its_part() -> None:
+    """With a whole peer's part added, the first sum would be right: the rank multiplies its own columns only."""
+    options = SimpleNamespace(shape="tiny", device="cpu")
+    with gpu_alone.rank_alone(options, 2, "bf16") as (rank, nbytes):
+        layer = rank.model.model.layers[0]
+        whole = gpu.SHAPES["tiny"]
+        assert layer.self_attn.q_proj.weight.shape == (whole["hidden_size"] // 2, whole["hidden_size"])
+        assert layer.mlp.down_proj.weight.shape == (whole["hidden_size"], whole["intermediate_size"] // 2)
+        counted = sum(each.nbytes for each in (*rank.model.parameters(), *rank.model.buffers()))
+        assert nbytes == counted - rank.model.model.embed_tokens.weight.nbytes

@@ -18,8 +18,8 @@ from parallelformers_ng.runtime.group import WorkerGroup
 
 ROOT = Path(parallelformers_ng.__file__).parent
 MAP = ROOT.parent / "docs" / "architecture.md"
-ASIDE = ("errors.py", "progress.py", "interrupts.py")
-"""Files that a call may enter although the walk does not name them."""
+ASIDE = "errors.py"
+"""File that a call may enter although the walk does not name it."""
 
 
 class FileTrace:
