@@ -89,8 +89,8 @@ class Trials:
         """
         if not self.twin.runs_whole or not self.twin.model.can_generate():
             return None
-        given = self.twin.probes[0].inputs
-        inputs = {name: value for name, value in given.items() if not name.startswith("decoder_")}
+        forward_inputs = self.twin.probes[0].inputs
+        inputs = {name: value for name, value in forward_inputs.items() if not name.startswith("decoder_")}
         try:
             with OwnDraws(0) as draws:
                 outputs = _generate(sharing_copy(self.twin.model), inputs)
