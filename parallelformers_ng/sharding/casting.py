@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.options import DTYPES
+from parallelformers_ng.sharding.attributes import parts_of
 from parallelformers_ng.sharding.tensors import all_tensors
 from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
@@ -123,7 +124,4 @@ def _data_types(model: Any) -> Iterator[tuple[str, torch.dtype | None]]:
         for name, value in vars(module).items():
             if isinstance(value, torch.dtype):
                 yield f"{path}.{name}".removeprefix("."), value
-    yield "config.dtype", model.config.dtype
-    for part in model.config.sub_configs:
-        if getattr(model.config, part, None) is not None:
-            yield f"config.{part}.dtype", getattr(model.config, part).dtype
+    yield from ((f"{prefix}dtype", config.dtype) for prefix, config in parts_of(model.config, "config."))

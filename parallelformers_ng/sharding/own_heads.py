@@ -63,6 +63,14 @@ class OwnHeads(Tensor):
         )
 
 
+def heads_of(whole: Tensor, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
+    """Return a view of the heads of one rank, along the dimension of all heads; a rank without heads gets head 0.
+
+    `sizes` has the number of heads of each rank.
+    """
+    return whole.narrow(dim, sum(sizes[:rank]) if sizes[rank] else 0, max(1, sizes[rank]))
+
+
 def gathered(value: Any) -> Any:
     """Return the tensor of all heads for an `OwnHeads`, by `OwnHeads.whole`; return any other value unchanged.
 
@@ -85,6 +93,5 @@ class AllHeads:
         return cls(heads.whole(), heads.head_dim, heads.head_sizes)
 
     def own_of(self, rank: int) -> OwnHeads:
-        """Return the heads of rank `rank` of a stage; a rank without heads gets a copy of head 0."""
-        own = self.whole.narrow(self.dim, sum(self.sizes[:rank]) if self.sizes[rank] else 0, max(1, self.sizes[rank]))
-        return OwnHeads(own, self.dim, self.sizes, lambda: self.whole)
+        """Return the heads of rank `rank` of a stage."""
+        return OwnHeads(heads_of(self.whole, self.dim, self.sizes, rank), self.dim, self.sizes, lambda: self.whole)
