@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.llama import LlamaPolicy
-from parallelformers_ng.policies.mamba2 import INNER, STATE, TIME_STEP, Mamba2Policy
+from parallelformers_ng.policies.mamba import INNER, STATE, TIME_STEP, Mamba2Policy
 from parallelformers_ng.sharding.rules import Slice, moved
 
 

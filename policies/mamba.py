@@ -1,4 +1,4 @@
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
+from parallelformers_ng.sharding.rules import Column, Heads, Norm, Part, Policy, Row, Slice
 
 
 class MambaPolicy(Policy):
@@ -16,5 +16,31 @@ class MambaPolicy(Policy):
         "dt_proj": Column(),
         "A_log": Slice(0),
         "D": Slice(0),
+        "out_proj": Row(),
+    }
+
+
+INNER = Part("query", "head_dim")
+STATE = Part("key", "ssm_state_size")
+TIME_STEP = Part("query", 1)
+
+
+class Mamba2Policy(Policy):
+    """A state-space mixer with heads. Heads of a group share B and C, as query heads share a key/value head.
+
+    `in_proj` packs gate, x, B, C and time step. The gated norm is over the channels of a group, or over all channels.
+    """
+
+    block = (
+        "Mamba2Mixer", "BambaMixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "Zamba2MambaMixer",
+    )  # fmt: skip
+    plan = {
+        "": Heads("num_heads", "n_groups", scaled=("intermediate_size",)),
+        "in_proj": Column(fused=(INNER, INNER, STATE, STATE, TIME_STEP)),
+        "conv1d": Column(fused=(INNER, STATE, STATE), widths=("conv_dim",)),
+        "A_log": Slice(0),
+        "D": Slice(0),
+        "dt_bias": Slice(0),
+        "norm": Norm(),
         "out_proj": Row(),
     }
