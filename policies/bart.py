@@ -26,10 +26,5 @@ class BartPolicy(Policy):
         "TimeSeriesTransformerEncoderLayer", "TimeSeriesTransformerDecoderLayer", "WhisperEncoderLayer",
         "WhisperDecoderLayer", "OPTDecoderLayer",
     )  # fmt: skip
-    plan = {
-        **ATTENTION,
-        **moved(ATTENTION, "self_attn", "encoder_attn"),
-        "fc1": Column(),
-        "fc2": Row(),
-    }
+    plan = {**ATTENTION, **moved(ATTENTION, "self_attn", "encoder_attn"), "fc1": Column(), "fc2": Row()}
     optional = ("encoder_attn",)

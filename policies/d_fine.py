@@ -14,11 +14,7 @@ class DFineDecoderPolicy(DFineEncoderPolicy):
     rank needs all outputs."""
 
     block = ("DFineDecoderLayer", "Deimv2DecoderLayer")
-    plan = {
-        **ATTENTION,
-        "self_attn": Heads("config.decoder_attention_heads"),
-        "gateway.gate": Column(gather=True),
-    }
+    plan = {**ATTENTION, "self_attn": Heads("config.decoder_attention_heads"), "gateway.gate": Column(gather=True)}
     optional = ("gateway",)
 
 

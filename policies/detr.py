@@ -14,23 +14,14 @@ class DetrEncoderPolicy(Policy):
         "DetrEncoderLayer", "RTDetrEncoderLayer", "RTDetrV2EncoderLayer", "PPDocLayoutV2EncoderLayer",
         "PPDocLayoutV3EncoderLayer", "PPDocLayoutV4EncoderLayer",
     )  # fmt: skip
-    plan = {
-        **ATTENTION,
-        "self_attn": Heads("config.encoder_attention_heads"),
-        "mlp.fc1": Column(),
-        "mlp.fc2": Row(),
-    }
+    plan = {**ATTENTION, "self_attn": Heads("config.encoder_attention_heads"), "mlp.fc1": Column(), "mlp.fc2": Row()}
 
 
 class DetrDecoderPolicy(DetrEncoderPolicy):
     """DETR's decoder layer, over one query for each possible object."""
 
     block: ClassVar[str | tuple[str, ...]] = "DetrDecoderLayer"
-    plan = {
-        **DetrEncoderPolicy.plan,
-        **_DECODER_ATTENTION,
-        **moved(_DECODER_ATTENTION, "self_attn", "encoder_attn"),
-    }
+    plan = {**DetrEncoderPolicy.plan, **_DECODER_ATTENTION, **moved(_DECODER_ATTENTION, "self_attn", "encoder_attn")}
 
 
 class DetrBoxPolicy(Policy):

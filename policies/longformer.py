@@ -24,8 +24,4 @@ class LEDEncoderPolicy(Policy):
     """Longformer's attention in BART's encoder layer."""
 
     block = "LEDEncoderLayer"
-    plan = {
-        **moved(_ATTENTION, "attention.self", "self_attn.longformer_self_attn"),
-        "fc1": Column(),
-        "fc2": Row(),
-    }
+    plan = {**moved(_ATTENTION, "attention.self", "self_attn.longformer_self_attn"), "fc1": Column(), "fc2": Row()}

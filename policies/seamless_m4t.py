@@ -9,12 +9,7 @@ class SeamlessM4TPolicy(Policy):
         "SeamlessM4TEncoderLayer", "SeamlessM4TDecoderLayer", "SeamlessM4Tv2EncoderLayer", "SeamlessM4Tv2DecoderLayer",
         "SeamlessM4Tv2TextToUnitDecoderLayer",
     )  # fmt: skip
-    plan = {
-        **ATTENTION,
-        **moved(ATTENTION, "self_attn", "cross_attention"),
-        "ffn.fc1": Column(),
-        "ffn.fc2": Row(),
-    }
+    plan = {**ATTENTION, **moved(ATTENTION, "self_attn", "cross_attention"), "ffn.fc1": Column(), "ffn.fc2": Row()}
     optional = ("cross_attention", "ffn")
 
 

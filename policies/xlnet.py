@@ -9,11 +9,7 @@ class XLNetPolicy(Policy):
     block = "XLNetLayer"
     plan = {
         "rel_attn": Heads(
-            "n_head",
-            layer=XLNetAttentionParallel,
-            weights=2,
-            weights_dim=3,
-            more_weights=(((2, 0), 3), ((2, 1), 3)),
+            "n_head", layer=XLNetAttentionParallel, weights=2, weights_dim=3, more_weights=(((2, 0), 3), ((2, 1), 3))
         ),
         "rel_attn.q": Slice(1),
         "rel_attn.k": Slice(1),
