@@ -3,9 +3,7 @@ from parallelformers_ng.sharding.rules import Column, Experts, Heads, Policy, Re
 
 LATENT_ATTENTION = {
     "self_attn": Heads("num_heads"),
-    "self_attn.q_proj": Column(),
-    "self_attn.q_b_proj": Column(),
-    "self_attn.kv_b_proj": Column(),
+    **dict.fromkeys(("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj"), Column()),
     "self_attn.o_proj": Row(),
 }
 

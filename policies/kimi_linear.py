@@ -26,9 +26,7 @@ class KimiDeltaAttentionPolicy(Policy):
     block = "KimiLinearDeltaAttention"
     plan = {
         "": Heads("num_heads", scaled=("qkv_dim",)),
-        "q_proj": Column(),
-        "k_proj": Column(),
-        "v_proj": Column(),
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj"), Column()),
         "conv1d": Column(fused=3),
         "forget_gate.f_b_proj": Column(),
         "forget_gate.dt_bias": Slice(0),
