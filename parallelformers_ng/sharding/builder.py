@@ -259,9 +259,7 @@ class _Builder:
                 continue
             cut_rows(self.draft, path, cls)
 
-    def finish(
-        self, selection: Selection, dtype: torch.dtype | None, quantize: QuantizeOptions | None = None
-    ) -> ShardPlan:
+    def finish(self, selection: Selection, dtype: torch.dtype | None, quantize: QuantizeOptions | None) -> ShardPlan:
         keep_whole = (WHOLE,) * self.draft.world_size, ""
         casts = CastRule(self.draft.model, dtype)
         tensors = plans_of_tensors(self.draft.model, lambda name: self.draft.cuts.get(name, keep_whole), casts.dtype_of)

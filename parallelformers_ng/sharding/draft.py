@@ -58,11 +58,7 @@ class Draft:
         self.cuts[name] = shards, self.rule
 
     def layer(
-        self,
-        path: str,
-        cls: type[ParallelLayer] | None,
-        attributes: Sequence[Mapping[str, Any]] = (),
-        **shared: Any,
+        self, path: str, cls: type[ParallelLayer] | None, attributes: Sequence[Mapping[str, Any]] = (), **shared: Any
     ) -> None:
         """Record the parallel layer that a module becomes, and the attributes to set.
 

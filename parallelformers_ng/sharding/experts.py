@@ -20,9 +20,8 @@ from parallelformers_ng.sharding.policy import Rule
 def has_experts_interface(module: nn.Module) -> bool:
     names = {name: p.ndim for name, p in module._parameters.items() if p is not None}
     stacked = names.get("down_proj") == 3 and 3 in (names.get("gate_up_proj"), names.get("up_proj"))
-    return stacked and {"hidden_states", "top_k_index", "top_k_weights"} <= set(
-        inspect.signature(module.forward).parameters
-    )
+    arguments = {"hidden_states", "top_k_index", "top_k_weights"}
+    return stacked and arguments <= inspect.signature(module.forward).parameters.keys()
 
 
 def takes_experts_one_by_one(module: nn.Module) -> bool:
