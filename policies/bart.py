@@ -26,3 +26,15 @@ class BartPolicy(Policy):
     )  # fmt: skip
     plan = {**ATTENTION, **moved(ATTENTION, "self_attn", "encoder_attn"), "fc1": Column(), "fc2": Row()}
     optional = ("encoder_attn",)
+
+
+class FSMTPolicy(BartPolicy):
+    """BART's layers whose attention takes the width of its merged heads from its input. FSMT's inputs are
+    `[sequence, batch, …]`."""
+
+    block = ("fsmt.EncoderLayer", "fsmt.DecoderLayer", "LEDDecoderLayer")
+    plan = {
+        **BartPolicy.plan,
+        "self_attn": Heads("num_heads", input_width=True),
+        "encoder_attn": Heads("num_heads", input_width=True),
+    }

@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.llama import MLP
-from parallelformers_ng.sharding.rules import Column, Experts, Heads, Policy, Reduce, Row
+from parallelformers_ng.sharding.rules import Column, Experts, Heads, Policy, Reduce, Row, moved
 
 LATENT_ATTENTION = {
     "self_attn": Heads("num_heads"),
@@ -38,3 +38,17 @@ class DeepseekV2MoEPolicy(Policy):
         "shared_experts.up_proj": Column(),
         "shared_experts.down_proj": Row(reduce=False),
     }
+
+
+class Ernie45MoEPolicy(DeepseekV2MoEPolicy):
+    """DeepSeek's experts. Some configurations have no shared experts."""
+
+    block = "Ernie4_5_MoeSparseMoeBlock"
+    optional = ("shared_experts",)
+
+
+class HunYuanMoEPolicy(Policy):
+    """Routed experts and an MLP for all tokens; the ranks sum the outputs of experts and MLP in one exchange."""
+
+    block = "HunYuanMoEV1Moe"
+    plan = moved(DeepseekV2MoEPolicy.plan, "shared_experts", "shared_mlp")
