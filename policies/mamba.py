@@ -1,4 +1,5 @@
-from parallelformers_ng.sharding.rules import Column, Heads, Norm, Part, Policy, Row, Slice
+from parallelformers_ng.policies.llama import LlamaPolicy
+from parallelformers_ng.sharding.rules import Column, Experts, Heads, Norm, Part, Policy, Row, Slice, moved
 
 
 class MambaPolicy(Policy):
@@ -42,3 +43,34 @@ class Mamba2Policy(Policy):
         "norm": Norm(),
         "out_proj": Row(),
     }
+
+
+class BambaPolicy(LlamaPolicy):
+    """Llama's block; most layers have Mamba 2's mixer instead of attention."""
+
+    block = "BambaDecoderLayer"
+    plan = moved(LlamaPolicy.plan, "mlp", "feed_forward")
+    optional = ("self_attn",)
+
+
+class FalconH1MixerPolicy(Mamba2Policy):
+    """Mamba 2's mixer with a multiplier for each part of `in_proj`. Most configurations have no norm."""
+
+    block = "FalconH1Mixer"
+    plan = {**Mamba2Policy.plan, "mup_vector": Slice(2, fused=(INNER, INNER, STATE, STATE, TIME_STEP))}
+    optional = ("norm",)
+
+
+class FalconH1Policy(LlamaPolicy):
+    """Llama's block with a mixer beside the attention; mixer and attention read the output of the same norm."""
+
+    block = "FalconH1DecoderLayer"
+    plan = moved(LlamaPolicy.plan, "mlp", "feed_forward")
+
+
+class JambaPolicy(LlamaPolicy):
+    """Layers of attention or Mamba, each with an MLP or experts. `MambaPolicy` cuts the mixer."""
+
+    block = ("JambaAttentionDecoderLayer", "JambaMambaDecoderLayer")
+    plan = {**moved(LlamaPolicy.plan, "mlp", "feed_forward"), "feed_forward.experts": Experts()}
+    optional = ("self_attn", "feed_forward")

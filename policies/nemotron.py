@@ -1,3 +1,4 @@
+from parallelformers_ng.policies.gpt2 import MLP
 from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
 from parallelformers_ng.sharding.rules import Column, Experts, Policy, Row
 
@@ -7,6 +8,13 @@ class NemotronPolicy(LlamaPolicy):
 
     block = ("NemotronDecoderLayer", "ApertusDecoderLayer", "ArceeDecoderLayer")
     plan = {**ATTENTION, "mlp.up_proj": Column(), "mlp.down_proj": Row()}
+
+
+class Starcoder2Policy(LlamaPolicy):
+    """Llama's attention with biases, and an ungated MLP."""
+
+    block = "Starcoder2DecoderLayer"
+    plan = {**ATTENTION, **MLP}
 
 
 class NemotronHMLPPolicy(Policy):
