@@ -141,8 +141,7 @@ class Slice(Rule):
         return draft.tensor(path) is not None
 
     def apply(self, draft: Draft, path: str) -> None:
-        tensor = draft.tensor(path)
-        assert tensor is not None
+        tensor: Any = draft.tensor(path)
         if not -tensor.ndim <= self.dim < tensor.ndim:
             raise PolicyError(f"has {tensor.ndim} dimensions, so there is no dimension {self.dim}")
         dim = self.dim % tensor.ndim

@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,13 +71,10 @@ def traced_calls(model: nn.Module) -> Iterator[dict[str, int]]:
     """
     calls: dict[str, int] = {}
 
-    def note(name: str) -> Any:
-        def hook(*_: object) -> None:
-            calls.setdefault(name, len(calls))
+    def note(name: str, *_: object) -> None:
+        calls.setdefault(name, len(calls))
 
-        return hook
-
-    hooks = [module.register_forward_hook(note(name)) for name, module in model.named_modules()]
+    hooks = [module.register_forward_hook(partial(note, name)) for name, module in model.named_modules()]
     try:
         yield calls
     finally:
