@@ -28,7 +28,7 @@ class BartPolicy(Policy):
     optional = ("encoder_attn",)
 
 
-class FSMTPolicy(BartPolicy):
+class FSMTPolicy(Policy):
     """BART's layers whose attention takes the width of its merged heads from its input. FSMT's inputs are
     `[sequence, batch, …]`."""
 
@@ -38,3 +38,4 @@ class FSMTPolicy(BartPolicy):
         "self_attn": Heads("num_heads", input_width=True),
         "encoder_attn": Heads("num_heads", input_width=True),
     }
+    optional = ("encoder_attn",)

@@ -40,10 +40,11 @@ class DeepseekV2MoEPolicy(Policy):
     }
 
 
-class Ernie45MoEPolicy(DeepseekV2MoEPolicy):
+class Ernie45MoEPolicy(Policy):
     """DeepSeek's experts. Some configurations have no shared experts."""
 
     block = "Ernie4_5_MoeSparseMoeBlock"
+    plan = DeepseekV2MoEPolicy.plan
     optional = ("shared_experts",)
 
 
@@ -54,7 +55,7 @@ class HunYuanMoEPolicy(Policy):
     plan = moved(DeepseekV2MoEPolicy.plan, "shared_experts", "shared_mlp")
 
 
-class KimiLinearPolicy(DeepseekV2Policy):
+class KimiLinearPolicy(Policy):
     """A layer with latent attention in every fourth layer, and delta attention in all other layers."""
 
     block = "KimiLinearDecoderLayer"

@@ -53,7 +53,7 @@ class BambaPolicy(LlamaPolicy):
     optional = ("self_attn",)
 
 
-class FalconH1MixerPolicy(Mamba2Policy):
+class FalconH1MixerPolicy(Policy):
     """Mamba 2's mixer with a multiplier for each part of `in_proj`. Most configurations have no norm."""
 
     block = "FalconH1Mixer"

@@ -27,7 +27,7 @@ class Wav2Vec2Policy(Policy):
     optional = ("adapter_layer",)
 
 
-class WavLMPolicy(Wav2Vec2Policy):
+class WavLMPolicy(Policy):
     """Wav2Vec2's layers with a relative position bias that each head gates. All layers use the first layer's bias."""
 
     block = ("WavLMEncoderLayer", "WavLMEncoderLayerStableLayerNorm")
@@ -37,3 +37,4 @@ class WavLMPolicy(Wav2Vec2Policy):
         "attention.gru_rel_pos_const": Slice(1),
         "attention.rel_attn_embed": Column(),
     }
+    optional = ("adapter_layer",)
