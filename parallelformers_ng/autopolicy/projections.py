@@ -10,7 +10,7 @@ from torch import nn
 
 from parallelformers_ng.autopolicy.proposal import Proposal
 from parallelformers_ng.autopolicy.settings import setting
-from parallelformers_ng.sharding.policy_words import Unit
+from parallelformers_ng.sharding.partition import Unit
 from parallelformers_ng.sharding.rules import Column, Heads, Norm, Row, Rule, Slice
 from parallelformers_ng.sharding.structure import Layer, Place, dotted
 
