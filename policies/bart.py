@@ -2,9 +2,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 ATTENTION = {
     "self_attn": Heads("num_heads", scaled=("embed_dim",)),
-    "self_attn.q_proj": Column(),
-    "self_attn.k_proj": Column(),
-    "self_attn.v_proj": Column(),
+    **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), Column()),
     "self_attn.out_proj": Row(),
 }
 
@@ -26,10 +24,18 @@ class BartPolicy(Policy):
         "TimeSeriesTransformerEncoderLayer", "TimeSeriesTransformerDecoderLayer", "WhisperEncoderLayer",
         "WhisperDecoderLayer", "OPTDecoderLayer",
     )  # fmt: skip
+    plan = {**ATTENTION, **moved(ATTENTION, "self_attn", "encoder_attn"), "fc1": Column(), "fc2": Row()}
+    optional = ("encoder_attn",)
+
+
+class FSMTPolicy(Policy):
+    """BART's layers whose attention takes the width of its merged heads from its input. FSMT's inputs are
+    `[sequence, batch, …]`."""
+
+    block = ("fsmt.EncoderLayer", "fsmt.DecoderLayer", "LEDDecoderLayer")
     plan = {
-        **ATTENTION,
-        **moved(ATTENTION, "self_attn", "encoder_attn"),
-        "fc1": Column(),
-        "fc2": Row(),
+        **BartPolicy.plan,
+        "self_attn": Heads("num_heads", input_width=True),
+        "encoder_attn": Heads("num_heads", input_width=True),
     }
     optional = ("encoder_attn",)

@@ -10,3 +10,11 @@ class CLIPPolicy(Policy):
         "SmolVLMEncoderLayer", "SiglipEncoderLayer", "UnlimitedOcrEncoderLayer",
     )  # fmt: skip
     plan = {**ATTENTION, "mlp.fc1": Column(), "mlp.fc2": Row()}
+
+
+class SiglipPoolingPolicy(Policy):
+    """The MLP of the pooling head. The head's attention has one query, uses torch's `MultiheadAttention`, and stays
+    whole."""
+
+    block = "SiglipMultiheadAttentionPoolingHead"
+    plan = {"mlp.fc1": Column(), "mlp.fc2": Row()}

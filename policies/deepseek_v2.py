@@ -1,11 +1,9 @@
 from parallelformers_ng.policies.llama import MLP
-from parallelformers_ng.sharding.rules import Column, Experts, Heads, Policy, Reduce, Row
+from parallelformers_ng.sharding.rules import Column, Experts, Heads, Policy, Reduce, Row, Slice, moved
 
 LATENT_ATTENTION = {
     "self_attn": Heads("num_heads"),
-    "self_attn.q_proj": Column(),
-    "self_attn.q_b_proj": Column(),
-    "self_attn.kv_b_proj": Column(),
+    **dict.fromkeys(("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj"), Column()),
     "self_attn.o_proj": Row(),
 }
 
@@ -40,3 +38,67 @@ class DeepseekV2MoEPolicy(Policy):
         "shared_experts.up_proj": Column(),
         "shared_experts.down_proj": Row(reduce=False),
     }
+
+
+class Ernie45MoEPolicy(Policy):
+    """DeepSeek's experts. Some configurations have no shared experts."""
+
+    block = "Ernie4_5_MoeSparseMoeBlock"
+    plan = DeepseekV2MoEPolicy.plan
+    optional = ("shared_experts",)
+
+
+class HunYuanMoEPolicy(Policy):
+    """Routed experts and an MLP for all tokens; the ranks sum the outputs of experts and MLP in one exchange."""
+
+    block = "HunYuanMoEV1Moe"
+    plan = moved(DeepseekV2MoEPolicy.plan, "shared_experts", "shared_mlp")
+
+
+class KimiLinearPolicy(Policy):
+    """A layer with latent attention in every fourth layer, and delta attention in all other layers."""
+
+    block = "KimiLinearDecoderLayer"
+    plan = MLP
+    optional = ("mlp",)
+
+
+class KimiLinearAttentionPolicy(Policy):
+    """DeepSeek V2's attention, without positions."""
+
+    block = "KimiLinearAttention"
+    plan = moved(LATENT_ATTENTION, "self_attn", "")
+    optional = ("q_proj", "q_b_proj")
+
+
+class KimiDeltaAttentionPolicy(Policy):
+    """Attention by the gated delta rule (arXiv:2510.26692): each head has its own state, and gates come from narrow
+    latents."""
+
+    block = "KimiLinearDeltaAttention"
+    plan = {
+        "": Heads("num_heads", scaled=("qkv_dim",)),
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj"), Column()),
+        "conv1d": Column(fused=3),
+        "forget_gate.f_b_proj": Column(),
+        "forget_gate.dt_bias": Slice(0),
+        "forget_gate.A_log": Slice(2),
+        "b_proj": Column(),
+        "g_b_proj": Column(),
+        "o_proj": Row(),
+    }
+
+
+class LongcatFlashPolicy(Policy):
+    """A layer with two attentions, two MLPs, and experts beside them. Some experts return their input."""
+
+    block = "LongcatFlashDecoderLayer"
+    plan = {**moved(MLP, "mlp", "mlps.*"), "mlp.experts": Experts()}
+
+
+class LongcatFlashAttentionPolicy(Policy):
+    """DeepSeek V2's latent attention in LongCat-Flash."""
+
+    block = "LongcatFlashMLA"
+    plan = moved(LATENT_ATTENTION, "self_attn", "")
+    optional = ("q_proj",)

@@ -14,23 +14,14 @@ class DetrEncoderPolicy(Policy):
         "DetrEncoderLayer", "RTDetrEncoderLayer", "RTDetrV2EncoderLayer", "PPDocLayoutV2EncoderLayer",
         "PPDocLayoutV3EncoderLayer", "PPDocLayoutV4EncoderLayer",
     )  # fmt: skip
-    plan = {
-        **ATTENTION,
-        "self_attn": Heads("config.encoder_attention_heads"),
-        "mlp.fc1": Column(),
-        "mlp.fc2": Row(),
-    }
+    plan = {**ATTENTION, "self_attn": Heads("config.encoder_attention_heads"), "mlp.fc1": Column(), "mlp.fc2": Row()}
 
 
 class DetrDecoderPolicy(DetrEncoderPolicy):
     """DETR's decoder layer, over one query for each possible object."""
 
     block: ClassVar[str | tuple[str, ...]] = "DetrDecoderLayer"
-    plan = {
-        **DetrEncoderPolicy.plan,
-        **_DECODER_ATTENTION,
-        **moved(_DECODER_ATTENTION, "self_attn", "encoder_attn"),
-    }
+    plan = {**DetrEncoderPolicy.plan, **_DECODER_ATTENTION, **moved(_DECODER_ATTENTION, "self_attn", "encoder_attn")}
 
 
 class DetrBoxPolicy(Policy):
@@ -42,3 +33,56 @@ class DetrBoxPolicy(Policy):
         "PPDocLayoutV2MLPPredictionHead", "PPDocLayoutV3MLPPredictionHead", "PPDocLayoutV4MLPPredictionHead",
     )  # fmt: skip
     plan = {"layers.0": Column(gather=True), "layers.1": Column(gather=True)}
+
+
+class RTDetrDecoderPolicy(DetrDecoderPolicy):
+    """DETR's decoder layer with deformable attention to the image, which `GroundingDinoDeformablePolicy` cuts."""
+
+    block = (
+        "RTDetrDecoderLayer", "RTDetrV2DecoderLayer",
+        "PPDocLayoutV2DecoderLayer", "PPDocLayoutV3DecoderLayer", "PPDocLayoutV4DecoderLayer",
+    )  # fmt: skip
+    plan = {**DetrEncoderPolicy.plan, **_DECODER_ATTENTION}
+
+
+class RTDetrProjectionPolicy(Policy):
+    """The projection of the encoder's output, from which the decoder's queries are chosen; also in D-FINE and
+    DEIMv2."""
+
+    block = (
+        "RTDetrModel", "RTDetrV2Model", "DFineModel", "Deimv2Model",
+        "PPDocLayoutV2Model", "PPDocLayoutV3Model", "PPDocLayoutV4Model",
+    )  # fmt: skip
+    plan = {"enc_output.0": Column(gather=True)}
+
+
+class PPDocLayoutOrderPolicy(Policy):
+    """The heads that predict the reading order of a page's parts. The forward uses only the last projection of each
+    list."""
+
+    block = ("PPDocLayoutV4SuccessorOrderHead", "PPDocLayoutV4RelativeOrderHead")
+    plan = {"proj.*": Column(gather=True)}
+
+
+class DFineEncoderPolicy(Policy):
+    """RT-DETR's encoder layer. `DFineMLPPolicy` cuts its MLP, which keeps layers in a list."""
+
+    block = ("DFineEncoderLayer", "Deimv2EncoderLayer")
+    plan = {**ATTENTION, "self_attn": Heads("config.num_attention_heads")}
+
+
+class DFineDecoderPolicy(DFineEncoderPolicy):
+    """RT-DETR's decoder layer with a gate instead of a residual. The gate splits its outputs in two halves, so each
+    rank needs all outputs."""
+
+    block = ("DFineDecoderLayer", "Deimv2DecoderLayer")
+    plan = {**_DECODER_ATTENTION, "gateway.gate": Column(gather=True)}
+    optional = ("gateway",)
+
+
+class DFineMLPPolicy(Policy):
+    """An MLP of two layers in a block, or of three layers that predict the distributions of a box's edges."""
+
+    block = ("DFineMLP", "Deimv2MLP")
+    plan = {"layers.0": Column(), "layers.1": Row(), "layers.2": Column(gather=True)}
+    optional = ("layers.2",)

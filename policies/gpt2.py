@@ -21,3 +21,29 @@ class GPT2Policy(Policy):
         **MLP,
     }
     optional = ("crossattention",)
+
+
+class OpenAIGPTPolicy(Policy):
+    """The first GPT's block. `c_attn` packs q, k and v side by side, as in GPT-2."""
+
+    block = "openai.Block"
+    plan = {**ATTENTION, "attn": Heads("n_head", scaled=("split_size",)), **MLP}
+
+
+class GPTBigCodePolicy(Policy):
+    """GPT-BigCode's block. With multi-query attention, `c_attn` packs all query heads, one k and one v. Otherwise, it
+    packs q, k and v of each head in turn."""
+
+    block = "GPTBigCodeBlock"
+    plan = {
+        **ATTENTION,
+        "attn": Heads(
+            "num_heads",
+            "kv_heads",
+            groups="num_key_value_groups",
+            scaled=("embed_dim", "split_size"),
+            scaled_key=("kv_dim",),
+        ),
+        "attn.c_attn": Column(interleaved=("query", "key", "key")),
+        **MLP,
+    }

@@ -15,11 +15,7 @@ class GraniteMoeSharedPolicy(GraniteMoePolicy):
     """GraniteMoe's block with an additional MLP for all tokens, in which gate and up are side by side."""
 
     block = "GraniteMoeSharedDecoderLayer"
-    plan = {
-        **GraniteMoePolicy.plan,
-        "shared_mlp.input_linear": Column(fused=2),
-        "shared_mlp.output_linear": Row(),
-    }
+    plan = {**GraniteMoePolicy.plan, "shared_mlp.input_linear": Column(fused=2), "shared_mlp.output_linear": Row()}
     optional: ClassVar[tuple[str, ...]] = ("shared_mlp",)
 
 

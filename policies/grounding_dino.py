@@ -7,9 +7,7 @@ class GroundingDinoAttentionPolicy(Policy):
     block = ("GroundingDinoMultiheadAttention", "MMGroundingDinoMultiheadAttention")
     plan = {
         "": Heads("num_attention_heads", scaled=("all_head_size",), biases=("attention_mask",)),
-        "query": Column(),
-        "key": Column(),
-        "value": Column(),
+        **dict.fromkeys(("query", "key", "value"), Column()),
         "out_proj": Row(),
     }
 
@@ -25,9 +23,7 @@ class GroundingDinoDeformablePolicy(Policy):
     )  # fmt: skip
     plan = {
         "": Heads("n_heads", scaled=("d_model",), weights_dim=2),
-        "sampling_offsets": Column(),
-        "attention_weights": Column(),
-        "value_proj": Column(),
+        **dict.fromkeys(("sampling_offsets", "attention_weights", "value_proj"), Column()),
         "output_proj": Row(),
     }
 

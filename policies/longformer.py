@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.bert import ATTENTION, MLP, BertPolicy
-from parallelformers_ng.sharding.rules import Column, Heads
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 WINDOW_ATTENTION = {
     **ATTENTION,
@@ -15,3 +15,13 @@ class LongformerPolicy(BertPolicy):
 
     block = "LongformerLayer"
     plan = {**WINDOW_ATTENTION, **MLP}
+
+
+_ATTENTION = moved(WINDOW_ATTENTION, "attention.output.dense", "self_attn.output")
+
+
+class LEDEncoderPolicy(Policy):
+    """Longformer's attention in BART's encoder layer."""
+
+    block = "LEDEncoderLayer"
+    plan = {**moved(_ATTENTION, "attention.self", "self_attn.longformer_self_attn"), "fc1": Column(), "fc2": Row()}

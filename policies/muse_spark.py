@@ -14,8 +14,4 @@ class MuseSparkMoEPolicy(Policy):
     """Experts with a separate width. Each expert's output is normalised, so the ranks sum it before the norm."""
 
     block = "MuseSparkMoE"
-    plan = {
-        "pre_expert_proj": Column(gather=True),
-        "experts": Experts(),
-        "post_expert_proj": Column(gather=True),
-    }
+    plan = {"pre_expert_proj": Column(gather=True), "experts": Experts(), "post_expert_proj": Column(gather=True)}

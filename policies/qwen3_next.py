@@ -41,9 +41,7 @@ class Qwen35DeltaNetPolicy(Policy):
     plan = {
         **DELTA_NET,
         "in_proj_qkv": Column(fused=(KEY, KEY, VALUE)),
-        "in_proj_z": Column(),
-        "in_proj_b": Column(),
-        "in_proj_a": Column(),
+        **dict.fromkeys(("in_proj_z", "in_proj_b", "in_proj_a"), Column()),
     }
 
 

@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.bart import ATTENTION
-from parallelformers_ng.policies.qwen2_vl import VISION_ATTENTION
+from parallelformers_ng.policies.qwen_vl import VISION_ATTENTION
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 

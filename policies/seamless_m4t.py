@@ -9,12 +9,7 @@ class SeamlessM4TPolicy(Policy):
         "SeamlessM4TEncoderLayer", "SeamlessM4TDecoderLayer", "SeamlessM4Tv2EncoderLayer", "SeamlessM4Tv2DecoderLayer",
         "SeamlessM4Tv2TextToUnitDecoderLayer",
     )  # fmt: skip
-    plan = {
-        **ATTENTION,
-        **moved(ATTENTION, "self_attn", "cross_attention"),
-        "ffn.fc1": Column(),
-        "ffn.fc2": Row(),
-    }
+    plan = {**ATTENTION, **moved(ATTENTION, "self_attn", "cross_attention"), "ffn.fc1": Column(), "ffn.fc2": Row()}
     optional = ("cross_attention", "ffn")
 
 
@@ -25,10 +20,7 @@ class SeamlessConformerAttentionPolicy(Policy):
     block = ("SeamlessM4TConformerSelfAttention", "SeamlessM4Tv2ConformerSelfAttention")
     plan = {
         "": Heads("num_heads"),
-        "linear_q": Column(),
-        "linear_k": Column(),
-        "linear_v": Column(),
-        "linear_pos": Column(),
+        **dict.fromkeys(("linear_q", "linear_k", "linear_v", "linear_pos"), Column()),
         "pos_bias_u": Slice(0),
         "pos_bias_v": Slice(0),
         "linear_out": Row(),

@@ -8,9 +8,7 @@ class T5AttentionPolicy(Policy):
     block = ("T5Attention", "MT5Attention", "SwitchTransformersAttention")
     plan = {
         "": Heads("n_heads", scaled=("inner_dim",), weights=2, more_weights=((1, 1),)),
-        "q": Column(),
-        "k": Column(),
-        "v": Column(),
+        **dict.fromkeys(("q", "k", "v"), Column()),
         "o": Row(),
         "relative_attention_bias": Column(),
     }

@@ -7,12 +7,7 @@ class TimesFmPolicy(Policy):
     after the decoder stay whole."""
 
     block = "TimesFmDecoderLayer"
-    plan = {
-        **ATTENTION,
-        "self_attn": Heads("num_heads"),
-        "mlp.gate_proj": Column(),
-        "mlp.down_proj": Row(),
-    }
+    plan = {**ATTENTION, "self_attn": Heads("num_heads"), "mlp.gate_proj": Column(), "mlp.down_proj": Row()}
 
 
 class TimesFm25Policy(Policy):

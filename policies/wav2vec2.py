@@ -1,5 +1,6 @@
 from parallelformers_ng.policies.bart import ATTENTION
-from parallelformers_ng.sharding.rules import Column, Policy, Row, moved
+from parallelformers_ng.sharding.attention import WavLMAttentionParallel
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice, moved
 
 
 class Wav2Vec2Policy(Policy):
@@ -22,5 +23,18 @@ class Wav2Vec2Policy(Policy):
         "feed_forward.output_dense": Row(),
         "adapter_layer.linear_1": Column(),
         "adapter_layer.linear_2": Row(),
+    }
+    optional = ("adapter_layer",)
+
+
+class WavLMPolicy(Policy):
+    """Wav2Vec2's layers with a relative position bias that each head gates. All layers use the first layer's bias."""
+
+    block = ("WavLMEncoderLayer", "WavLMEncoderLayerStableLayerNorm")
+    plan = {
+        **Wav2Vec2Policy.plan,
+        "attention": Heads("num_heads", scaled=("embed_dim",), layer=WavLMAttentionParallel),
+        "attention.gru_rel_pos_const": Slice(1),
+        "attention.rel_attn_embed": Column(),
     }
     optional = ("adapter_layer",)

@@ -6,10 +6,4 @@ class XLMAttentionPolicy(Policy):
     cross-attention. `SamMLPPolicy` cuts the feed-forwards."""
 
     block = ("xlm.MultiHeadAttention", "flaubert.MultiHeadAttention")
-    plan = {
-        "": Heads("n_heads"),
-        "q_lin": Column(),
-        "k_lin": Column(),
-        "v_lin": Column(),
-        "out_lin": Row(),
-    }
+    plan = {"": Heads("n_heads"), "q_lin": Column(), "k_lin": Column(), "v_lin": Column(), "out_lin": Row()}

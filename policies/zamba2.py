@@ -20,8 +20,4 @@ class Zamba2MLPPolicy(Policy):
     """The MLP that several layers share; each layer has its own adapters."""
 
     block = "Zamba2MLP"
-    plan = {
-        "gate_up_proj": Column(fused=2),
-        "gate_up_proj_adapter_list.*.1": Column(fused=2),
-        "down_proj": Row(),
-    }
+    plan = {"gate_up_proj": Column(fused=2), "gate_up_proj_adapter_list.*.1": Column(fused=2), "down_proj": Row()}

@@ -43,13 +43,10 @@ def candidate_inputs(model: nn.Module, seed: int = 1) -> Iterator[dict[str, Any]
 def _media_in_text(maker: SampleInputs) -> Iterator[dict[str, Any]]:
     if "input_ids" not in maker.names:
         return
-    images = next(_images(maker), None)
-    sounds = next(_sounds(maker), None)
-    if images and sounds:
-        yield _text(maker, images, sounds)
-    for media in (images, sounds):
-        if media:
-            yield _text(maker, media)
+    media = [kind for kind in (next(_images(maker), None), next(_sounds(maker), None)) if kind]
+    if len(media) > 1:
+        yield _text(maker, *media)
+    yield from (_text(maker, kind) for kind in media)
 
 
 # An image or a sound: id of its placeholder token, number of placeholders, and the model's arguments for it.
@@ -69,10 +66,7 @@ def _text(maker: SampleInputs, *media: Media) -> dict[str, Any]:
     kinds = torch.zeros_like(ids)
     for kind, (token, _, _) in enumerate(media, start=1):
         kinds[ids == token] = kind
-    for name in ("mm_token_type_ids", "token_type_ids"):
-        if name in maker.names:
-            arguments[name] = kinds
-    return arguments
+    return arguments | dict.fromkeys({"mm_token_type_ids", "token_type_ids"} & maker.names, kinds)
 
 
 def _images(maker: SampleInputs) -> Iterator[Media]:
@@ -83,9 +77,8 @@ def _images(maker: SampleInputs) -> Iterator[Media]:
     grids = "image_grid_thw" in maker.names
     for image in ("flat", "patches") if grids else ("plain", "video"):
         arguments: dict[str, Any] = {"pixel_values": maker.pixels(image, 1)}
-        for name in ("image_grid_thw", "image_position_ids", "qformer_input_ids", "image_sizes"):
-            if name in maker.names:
-                arguments[name] = maker.value(name, image, 1)
+        for name in sorted({"image_grid_thw", "image_position_ids", "qformer_input_ids", "image_sizes"} & maker.names):
+            arguments[name] = maker.value(name, image, 1)
         if count := _tokens_of(method, arguments):
             yield token, count, arguments
 
@@ -99,10 +92,8 @@ def _sounds(maker: SampleInputs) -> Iterator[Media]:
     for image in ("plain", "flat", "video", "wide"):
         sound = maker.sound(name, image, 1)
         for frames in dict.fromkeys((sound.shape[-1], sound.shape[1])):
-            arguments: dict[str, Any] = {name: sound}
-            for mask in ("input_features_mask", "feature_attention_mask", "padding_mask"):
-                if mask in maker.names:
-                    arguments[mask] = torch.ones(1, frames, dtype=torch.long)
+            masks = {"input_features_mask", "feature_attention_mask", "padding_mask"} & maker.names
+            arguments = {name: sound, **dict.fromkeys(masks, torch.ones(1, frames, dtype=torch.long))}
             if count := _tokens_of(method, arguments):
                 yield token, count, arguments
 
@@ -119,7 +110,5 @@ def _tokens_of(method: Any, arguments: dict[str, Any]) -> int:
         return 0
     features = getattr(features, "pooler_output", features)
     pieces = list(features) if isinstance(features, (list, tuple)) else [features]
-    if not pieces or not isinstance(pieces[0], torch.Tensor):
-        return 0
-    width = pieces[0].shape[-1]
+    width = pieces[0].shape[-1] if pieces and isinstance(pieces[0], torch.Tensor) else 0
     return sum(piece.numel() for piece in pieces) // width if width else 0

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from parallelformers_ng.autopolicy.live_edits import LiveEdits
@@ -30,18 +28,13 @@ class CodeCheck:
     def __init__(self, model: PreTrainedModel, plan: ShardPlan, selection: Selection | None) -> None:
         self._model_class = type(model)
         self._config = model.config
-        self._attention = getattr(model.config, "_attn_implementation", None)
         self.edits = LiveEdits(model)  # code that the program changed after the class built the model
         self._plan = plan
         self._selection = selection
-        self._inside: set[type[nn.Module]] = set()
-        self._outside: set[type[nn.Module]] = set()
+        classes = {path: type(module) for path, module in model.named_modules()}
         above = {path for root in plan.units for path in and_above(root)}
-        for path, module in model.named_modules():
-            if sees_part(plan, path):
-                self._inside.add(type(module))
-            elif path in above:
-                self._outside.add(type(module))
+        self._inside = {cls for path, cls in classes.items() if sees_part(plan, path)}
+        self._outside = {cls for path, cls in classes.items() if path in above} - self._inside
         self._layers = {layer.path.rpartition(".")[2] for layer in plan.layers} | {"weight"}
         cut = (model.get_submodule(layer.path) for layer in plan.layers if layer.cls is not StoredInParts)
         self._cut = {type(module) for module in cut if module._parameters}
@@ -49,20 +42,19 @@ class CodeCheck:
     def objection(self, moved: Collection[str]) -> str:
         if self._plan.world_size == 1:
             return ""
-        for cls in self._outside - self._inside:
-            if foreign_class(cls) and self._layers & names_of_class(cls) and _reaches(cls, moved):
-                return f"{cls.__name__} reads sharded layers"
-        for cls in self._cut:  # a proof is not enough here: see `CutUnit.not_stock`
-            if foreign_class(cls) and _reaches(cls, moved):
-                return f"{cls.__name__} is sharded"
-        changed = [cls for cls in self._inside if foreign_class(cls) and _reaches(cls, moved)]
-        return self._not_proven() if changed else ""
 
-    def objection_to_settings(
-        self, attributes: Mapping[tuple[str, str], Any], configs: Mapping[str, Any], attention: str | None
-    ) -> str:
+        def changed(classes: Iterable[type]) -> list[type]:
+            return [cls for cls in classes if foreign_class(cls) and not reach([cls]).keys().isdisjoint(moved)]
+
+        for cls in changed(self._outside):
+            if self._layers & names_of_class(cls):
+                return f"{cls.__name__} reads sharded layers"
+        if cut := changed(self._cut):  # a proof is not enough here: see `CutUnit.not_stock`
+            return f"{cut[0].__name__} is sharded"
+        return self._not_proven() if changed(self._inside) else ""
+
+    def objection_to_settings(self, attributes: Mapping[tuple[str, str], Any], configs: Mapping[str, Any]) -> str:
         """Return the reason why the plan does not fit settings that sharded foreign code reads; "" if the plan fits."""
-        self._attention = attention
         for (path, name), value in attributes.items():
             self.edits.set(path, name, value)
         foreign = [cls for cls in self._inside if foreign_class(cls)]
@@ -77,11 +69,7 @@ class CodeCheck:
         if self._selection is None:
             return "the model is divided into stages"
         try:
-            twin = make_twin(self._model_class, copy.deepcopy(self._config), self._attention, edits=self.edits)
+            twin = make_twin(self._model_class, self._config, edits=self.edits)
         except UnsupportedModelError as error:
             return str(error)
         return Trials(twin, self._selection, self._plan.world_size).objection()
-
-
-def _reaches(cls: type[nn.Module], moved: Collection[str]) -> bool:
-    return not reach([cls]).keys().isdisjoint(moved)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from torch import nn
 
 from parallelformers_ng.autopolicy.projections import Attention
-from parallelformers_ng.autopolicy.proposal import Proposal
+from parallelformers_ng.autopolicy.proposal import Proposal, experts_at, gathered_layer
 from parallelformers_ng.sharding.layer_uses import is_only_called
-from parallelformers_ng.sharding.rules import Column, Experts, Row, Rule
-from parallelformers_ng.sharding.structure import Layer, places
+from parallelformers_ng.sharding.rules import Column, Row, Rule
+from parallelformers_ng.sharding.structure import Layer, Place, places
 
 
 def propose(model: nn.Module, layers: Sequence[Layer], live: set[str]) -> list[Proposal]:
@@ -19,44 +19,36 @@ def propose(model: nn.Module, layers: Sequence[Layer], live: set[str]) -> list[P
     A layer outside of attention, multilayer perceptrons and experts gets a proposal only if the layer has at least
     1/200 of the weights of `layers`.
     """
-    modules = dict(model.named_modules())
     by_name = {layer.name: layer for layer in layers}
     where = places(model)
-    proposals: dict[tuple[str, str], Proposal] = {}
+    proposals: dict[Place, Proposal] = {}
     used: set[str] = set()
-    for name, module in modules.items():
-        if (experts := _experts(name, module, live)) is not None:
-            proposals.setdefault(
-                (where[name].block, where[name].path),
-                Proposal(where[name].block, "experts", ({where[name].path: experts},)),
-            )
-        attention = Attention.find(name, module, by_name)
-        if attention is not None and not attention.names & used:
-            used |= attention.names
-            place = where[name]
-            is_in_one_block = where[attention.out.name].block == place.block
-            if (place.block, place.path) not in proposals and is_in_one_block:
-                proposals[place.block, place.path] = attention.proposal(place, where, live)
+    for name, module in model.named_modules():
+        place = where[name]
+        if _is_experts(name, module, live):
+            proposals.setdefault(place, experts_at(place))
+        attention = Attention.find(name, place, module, by_name)
+        if attention is not None and used.isdisjoint(layer.name for layer in attention.layers):
+            used |= {layer.name for layer in attention.layers}
+            if place not in proposals and attention.out.place.block == place.block:
+                proposals[place] = attention.proposal(live)
     rest = [layer for layer in layers if layer.name not in used]
     for pair in _pairs([layer for layer in rest if not layer.is_embedding]):
         used |= {layer.name for layer in pair}
-        down = pair[-1]
-        proposals.setdefault((down.place.block, down.place.path), _mlp(pair))
+        proposals.setdefault(pair[-1].place, _mlp(pair))
     total = sum(layer.inputs * layer.outputs for layer in layers)
     for layer in rest:
         if layer.is_embedding and not is_only_called(model, layer.name):
             continue  # `build_plan` shards such tables without a rule
         if layer.name not in used and layer.inputs * layer.outputs * 200 >= total:
-            place = layer.place
-            single = Proposal(place.block, "gathered", ({place.path: Column("column", gather=True)},))
-            proposals.setdefault((place.block, place.path), single)
+            proposals.setdefault(layer.place, gathered_layer(layer.place))
     return list(proposals.values())
 
 
-def _experts(name: str, module: nn.Module, live: set[str]) -> Rule | None:
+def _is_experts(name: str, module: nn.Module, live: set[str]) -> bool:
     names = {key for key, p in module._parameters.items() if p is not None and p.ndim == 3}
     complete = "down_proj" in names and names & {"gate_up_proj", "up_proj"}
-    return Experts() if complete and f"{name}.down_proj" in live else None
+    return bool(complete) and f"{name}.down_proj" in live
 
 
 def _pairs(layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:

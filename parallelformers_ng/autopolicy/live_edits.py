@@ -6,8 +6,7 @@ import copy
 import functools
 import re
 import types
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
@@ -24,47 +23,43 @@ from parallelformers_ng.sharding.attributes import REMOVED
 from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 _TABLES = frozenset(vars(nn.Module())) | {"training"}
-_NAMES = ("_parameters", "_buffers", "_modules")
 
 
-@dataclass(frozen=True)
 class _Edit:
-    """A module with foreign code, recorded before parallelizing, which changes the module's class."""
+    """A module with foreign code, recorded before parallelizing, which changes the module's class.
 
-    cls: type[nn.Module]  # class of the module
-    attributes: dict[str, Any]  # name of an attribute → value, except parameters, buffers and children
-    names: list[list[str]]  # names of the module's parameters, of its buffers and of its children
-    functions: dict[str, Any]  # name of an attribute → function of the program in that attribute
-    bound: set[str]  # names of the functions that are bound to this module
-    itself: nn.Module | None  # copy of the module if it has no tensors; otherwise None
-    settings: dict[str, Any]  # name of an attribute → number or string that the program set
+    Args:
+        settings: name of an attribute → number or string that the program set.
+    """
 
-    @classmethod
-    def of(cls, module: nn.Module, settings: dict[str, Any]) -> _Edit:
-        functions = functions_of(module)
-        bound = {name for name, value in functions.items() if getattr(value, "__self__", None) is module}
+    def __init__(self, module: nn.Module, settings: dict[str, Any]) -> None:
+        self.cls = type(module)
+        # name of an attribute → value, except parameters, buffers and children
+        self.attributes = {name: value for name, value in vars(module).items() if name not in _TABLES}
+        self.names = _names_in(module)
+        self.functions = functions_of(module)  # functions of the program in attributes
+        # names of the functions that are bound to this module
+        self.bound = {name for name, value in self.functions.items() if getattr(value, "__self__", None) is module}
         has_tensors = any(True for _ in (*module.parameters(), *module.buffers()))
-        return cls(
-            type(module),
-            {name: value for name, value in vars(module).items() if name not in _TABLES},
-            [[*vars(module)[table]] for table in _NAMES],
-            functions,
-            bound,
-            None if has_tensors else _copied(module),
-            settings,
-        )
+        self.itself = None if has_tensors else _copied(module, copy.deepcopy, None)
+        self.settings = settings
 
     @property
     def kind(self) -> tuple[Any, ...]:
         return self.cls, *sorted((name, digest(value)) for name, value in (self.settings | self.functions).items())
 
 
-def _copied(module: nn.Module) -> nn.Module | None:
+def _names_in(module: nn.Module) -> list[list[str]]:
+    """The names of a module's parameters, of its buffers and of its children."""
+    return [[*table] for table in (module._parameters, module._buffers, module._modules)]
+
+
+def _copied(value: Any, make: Callable[[Any], Any], otherwise: Any) -> Any:
     try:
-        return copy.deepcopy(module)
+        return make(value)
     except Exception as error:  # copying an attribute of the program may raise any exception
         raise_if_of_handler(error)
-        return None
+        return otherwise
 
 
 class LiveEdits:
@@ -77,7 +72,7 @@ class LiveEdits:
     def __init__(self, model: nn.Module) -> None:
         self._name = type(model).__name__
         modules = dict(model.named_modules())
-        self._edits = {path: _Edit.of(modules[path], changed_settings(model, path)) for path in foreign_modules(model)}
+        self._edits = {path: _Edit(modules[path], changed_settings(model, path)) for path in foreign_modules(model)}
 
     def __bool__(self) -> bool:
         return bool(self._edits)
@@ -120,13 +115,14 @@ class LiveEdits:
 
     def set(self, path: str, name: str, value: Any) -> None:
         """Take over an attribute of a module that the program sets later; only modules with foreign code count."""
-        if path in self._edits and value is REMOVED:
-            self._edits[path].attributes.pop(name, None)
-            self._edits[path].settings.pop(name, None)
-        elif path in self._edits:
-            self._edits[path].attributes[name] = value
+        edit = self._edits.get(path)
+        if edit is not None and value is REMOVED:
+            edit.attributes.pop(name, None)
+            edit.settings.pop(name, None)
+        elif edit is not None:
+            edit.attributes[name] = value
             if is_setting(name, value):
-                self._edits[path].settings[name] = value
+                edit.settings[name] = value
 
     def apply(self, small: nn.Module) -> None:
         """Apply the program's changes to a small copy of the model.
@@ -149,7 +145,7 @@ class LiveEdits:
             if edit.itself is not None:
                 small.set_submodule(path, copy.deepcopy(edit.itself))
                 return
-            if edit.names != [[*vars(copied)[table]] for table in _NAMES]:
+            if edit.names != _names_in(copied):
                 raise self._refusal(
                     path, f"a {edit.cls.__name__} has other weights than a {type(copied).__name__}, or cannot be copied"
                 )
@@ -175,11 +171,7 @@ def _isolated(function: Any) -> Any:
     function itself if it has none, or cannot be copied."""
     if not State(function):
         return function
-    try:
-        return cloudpickle.loads(cloudpickle.dumps(function))
-    except Exception as error:  # reducers of the program may raise any exception
-        raise_if_of_handler(error)
-        return function
+    return _copied(function, lambda each: cloudpickle.loads(cloudpickle.dumps(each)), function)
 
 
 def _pattern(path: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from parallelformers_ng.autopolicy.pipeline_proof import UNCUT, may_merge
+from parallelformers_ng.autopolicy.proof import UNCUT, may_merge
 from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.errors import ParallelError, PlacementError, UnsupportedModelError
 from parallelformers_ng.options import FitOptions, QuantizeOptions

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from parallelformers_ng.autopolicy.proposal import Proposal
 from parallelformers_ng.autopolicy.settings import setting
-from parallelformers_ng.sharding.policy_words import Unit
+from parallelformers_ng.sharding.partition import Unit
 from parallelformers_ng.sharding.rules import Column, Heads, Norm, Row, Rule, Slice
 from parallelformers_ng.sharding.structure import Layer, Place, dotted
 
@@ -42,49 +41,46 @@ class Attention:
     """An attention module and its projections."""
 
     name: str  # dotted path of the module in the model
-    module: nn.Module  # the module
+    place: Place
+    module: nn.Module
     # query projections; with latent attention, also the projections from the latent keys and values
-    queries: tuple[Layer, ...]
-    keys: tuple[Layer, ...]  # key and value projections; empty for latent attention
+    queries: list[Layer]
+    keys: list[Layer]  # key and value projections; empty for latent attention
     fused: Layer | None  # layer that packs query, key and value projections; None if the layers are separate
     out: Layer  # output projection, beneath or beside the module
-    others: tuple[Layer, ...]  # all other child layers of the module
+    others: list[Layer]  # all other child layers of the module
 
     @property
-    def names(self) -> set[str]:
-        """Dotted paths of all layers of the attention."""
-        fused = (self.fused,) if self.fused else ()
-        return {layer.name for layer in (*self.queries, *self.keys, *fused, self.out, *self.others)}
+    def layers(self) -> list[Layer]:
+        fused = [self.fused] if self.fused else []
+        return [*self.queries, *self.keys, *fused, self.out, *self.others]
 
     @classmethod
-    def find(cls, name: str, module: nn.Module, by_name: dict[str, Layer]) -> Attention | None:
+    def find(cls, name: str, place: Place, module: nn.Module, by_name: dict[str, Layer]) -> Attention | None:
         """Recognize an attention by the names of its layers; None if the module is no attention."""
         own = {key: by_name[full] for key, _ in module.named_children() if (full := dotted(name, key)) in by_name}
-        query = [layer for key, layer in own.items() if _QUERY.match(key)]
+        queries = [layer for key, layer in own.items() if _QUERY.match(key)]
         keys = [layer for key, layer in own.items() if _KEY.match(key) or _VALUE.match(key)]
         latent = [layer for key, layer in own.items() if _LATENT.match(key)]
         fused = next((layer for key, layer in own.items() if _FUSED.match(key)), None)
-        if query and latent and not keys:
-            query, keys = query + latent, []
-        elif not (query and keys) and fused is None:
+        if queries and latent and not keys:
+            queries, keys = queries + latent, []
+        elif not (queries and keys) and fused is None:
             return None
-        width = None if fused is not None or latent else query[0].outputs
-        out = _output(name, own, by_name, width, {layer.name for layer in (*query, *keys)})
+        width = None if fused is not None or latent else queries[0].outputs
+        out = _output(name, own, by_name, width, {layer.name for layer in (*queries, *keys)})
         if out is None or out is fused:
             return None
-        if query and keys:
+        if queries and keys:
             fused = None
-        taken = {layer.name for layer in (*query, *keys, out)} | ({fused.name} if fused else set())
-        others = tuple(layer for layer in own.values() if layer.name not in taken)
-        return cls(name, module, tuple(query), tuple(keys), fused, out, others)
+        others = [layer for layer in own.values() if layer not in (*queries, *keys, fused, out)]
+        return cls(name, place, module, queries, keys, fused, out, others)
 
-    def proposal(self, place: Place, where: dict[str, Place], live: set[str]) -> Proposal:
+    def proposal(self, live: set[str]) -> Proposal:
         """Propose at most 8 variants of rules; no variants if no head count is known."""
-        plain = tuple(where[layer].path for layer in sorted(self.names))
         width = self.out.inputs
-        counts = _counts(self.module, _HEAD_COUNTS, width)
         variants: list[dict[str, Rule]] = []
-        for query, heads in counts:
+        for query, heads in _counts(self.module, _HEAD_COUNTS, width):
             key, key_heads = "", heads
             if self.keys and self.keys[0].outputs != self.queries[0].outputs:
                 head = self.queries[0].outputs // heads
@@ -99,20 +95,25 @@ class Attention:
             for scaled in self._scaled(query, heads, width):
                 taken = {query, key, *scaled}
                 scaled_key = self._equal(self.keys[0].outputs, taken) if self.keys and key_heads != heads else ()
-                for packed in self._packings(heads, key_heads):
-                    rule = Heads(query, key, groups, tuple(scaled), scaled_key, more_weights=_MORE_WEIGHTS)
-                    variants.append(self._rules(place, where, live, rule, packed, heads, key_heads))
-        return Proposal(place.block, "attention", tuple(variants[:8]), plain)
+                rule = Heads(query, key, groups, scaled, scaled_key, more_weights=_MORE_WEIGHTS)
+                rest = self._rules(heads, key_heads, live)
+                packings = self._packings(heads, key_heads)
+                variants += [{self.place.path: rule, **packed, **rest} for packed in packings]
+        gathered = tuple(layer.place.path for layer in sorted(self.layers, key=lambda layer: layer.name))
+        return Proposal(self.place.block, "attention", tuple(variants[:8]), gathered)
 
-    def _packings(self, heads: int, key_heads: int) -> list[Rule | None]:
+    def _packings(self, heads: int, key_heads: int) -> list[dict[str, Rule]]:
+        """Rules for the fused layer, the most likely first; one empty dictionary without a fused layer."""
         if self.fused is None:
-            return [None]
+            return [{}]
         key: Unit = "key"
         if key_heads != heads:
-            return [Column(fused=("query", key, key)), Column(interleaved=("query", key, key))]
-        if self.fused.outputs % 3 or self.fused.outputs != 3 * self.out.inputs:
-            return [Column()]
-        return [Column(fused=3), Column()]
+            packings = [Column(fused=("query", key, key)), Column(interleaved=("query", key, key))]
+        elif self.fused.outputs % 3 or self.fused.outputs != 3 * self.out.inputs:
+            packings = [Column()]
+        else:
+            packings = [Column(fused=3), Column()]
+        return [{self.fused.place.path: packing} for packing in packings]
 
     def _scaled(self, query: str, heads: int, width: int) -> list[tuple[str, ...]]:
         own = self._equal(width, {query})
@@ -128,45 +129,27 @@ class Attention:
         attributes = vars(self.module).items()
         return tuple(name for name, value in attributes if type(value) is int and value == width and name not in taken)
 
-    def _rules(
-        self,
-        place: Place,
-        where: dict[str, Place],
-        live: set[str],
-        rule: Heads,
-        packed: Rule | None,
-        heads: int,
-        key_heads: int,
-    ) -> dict[str, Rule]:
-        above = place.path
-        rules: dict[str, Rule] = {above: rule}
-        for layer in self.queries:
-            rules[where[layer.name].path] = Column()
-        for layer in self.keys:
-            rules[where[layer.name].path] = Column("key") if key_heads != heads else Column()
-        if self.fused is not None and packed is not None:
-            rules[where[self.fused.name].path] = packed
-        rules[where[self.out.name].path] = Row(heads=above)
+    def _rules(self, heads: int, key_heads: int, live: set[str]) -> dict[str, Rule]:
+        """Rules for all projections except a fused one, for norms and for further parameters of the module."""
+        above = self.place.path
+        rules: dict[str, Rule] = {layer.place.path: Column() for layer in self.queries}
+        rules |= {layer.place.path: Column("key") if key_heads != heads else Column() for layer in self.keys}
+        rules[self.out.place.path] = Row(heads=above)
         for layer in self.others:
-            path = where[layer.name].path
             own = layer.outputs in (heads, self.out.inputs) and not layer.name.endswith("_a_proj")
-            rules[path] = Column() if own else Column("column", gather=True)
+            rules[layer.place.path] = Column() if own else Column("column", gather=True)
         for key, child in self.module.named_children():
             weight = getattr(child, "weight", None)
             if "Norm" in type(child).__name__ and weight is not None and weight.ndim == 1 and self.queries:
                 if weight.shape[0] == self.queries[0].outputs and heads > 1:
-                    rules[dotted(above, key)] = (
-                        Norm("query") if key.startswith("q") or key_heads == heads else Norm("key")
-                    )
+                    of_query = key.startswith("q") or key_heads == heads
+                    rules[dotted(above, key)] = Norm("query" if of_query else "key")
                 elif self.keys and weight.shape[0] == self.keys[0].outputs and key_heads > 1:
                     rules[dotted(above, key)] = Norm("key")
         for key, tensor in self.module._parameters.items():
-            if tensor is None or dotted(self.name, key) not in live:
-                continue
-            for dim, size in enumerate(tensor.shape):
-                if size in (heads, self.out.inputs):
-                    rules[dotted(above, key)] = Slice(dim)
-                    break
+            if tensor is not None and dotted(self.name, key) in live:
+                dims = [dim for dim, size in enumerate(tensor.shape) if size in (heads, self.out.inputs)]
+                rules |= {dotted(above, key): Slice(dim) for dim in dims[:1]}
         return rules
 
 
@@ -187,11 +170,8 @@ def _output(
 
 def _counts(module: nn.Module, names: Sequence[str], width: int) -> list[tuple[str, int]]:
     """Return up to two attributes that may count heads, with their values: of the module, then of its configuration."""
-    counts = []
     config = vars(module).get("config")
-    for prefix in ("", "config."):
-        for name in names:
-            value: Any = vars(module).get(name) if not prefix else config and setting(config, name)
-            if type(value) is int and value > 0 and width % value == 0:
-                counts.append((prefix + name, value))
-    return counts[:2]
+    values = [(name, vars(module).get(name)) for name in names]
+    if config:
+        values += [(f"config.{name}", setting(config, name)) for name in names]
+    return [(name, value) for name, value in values if type(value) is int and value > 0 and width % value == 0][:2]

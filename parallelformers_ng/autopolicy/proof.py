@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 import transformers
 from transformers import PreTrainedModel
 
 from parallelformers_ng.autopolicy.live_edits import LiveEdits
+from parallelformers_ng.autopolicy.proposal import Proposal
 from parallelformers_ng.autopolicy.rule_search import RuleSearch
-from parallelformers_ng.autopolicy.trials import Choice, Trials, unproven_rules
+from parallelformers_ng.autopolicy.settings import parts_of
+from parallelformers_ng.autopolicy.shrink import Shrinking
+from parallelformers_ng.autopolicy.trials import Trials, unproven_rules
 from parallelformers_ng.autopolicy.twin import Twin
 from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.errors import PolicyError, UnsupportedModelError
 from parallelformers_ng.options import QuantizeOptions
 from parallelformers_ng.sharding.builder import build_plan
+from parallelformers_ng.sharding.pipeline import in_stages
+from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Selection
 from parallelformers_ng.sharding.rules import Policy
 from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -32,27 +38,41 @@ class Proof:
     selection: Selection  # policies to use, including written policies
     tried: list[str] = field(default_factory=list)  # failed attempts with reasons, as text
     unproven: str = ""  # text about parts that stay whole: no inputs of the twin reach them, or no twin could be made
-    chosen: Sequence[Choice] = ()  # inferred rules, which a search for another number of ranks tries first
+    chosen: Sequence[Proposal] = ()  # inferred rules, which a search for another number of ranks tries first
 
 
 # Number of ranks of the first search, because trials on few ranks are fast. Later searches try its rules first.
 _FIRST = 2
-_CACHE: dict[tuple[Any, ...], Proof | UnsupportedModelError] = {}
-_CUSTOM: dict[tuple[Any, ...], str] = {}
-_LIVE: dict[tuple[Any, ...], bool] = {}
+# Selection without policies, for stages of one rank, which hold whole layers.
+UNCUT = Selection((), "pipeline", vocabulary=False, leftovers=False)
+# Layers of a twin. Two layers in each of two stages test the step within a stage and the step between stages.
+_LAYERS = 4
+_RESULTS: dict[tuple[Any, ...], Any] = {}
 # Only the latest twin, because proofs of one model for several world sizes follow one another.
 _TWINS: dict[tuple[Any, ...], Twin] = {}
 
 
+def remembered(make: Callable[[], T], model: PreTrainedModel, *question: Any) -> T:
+    """Return the result of `make` for a question about a model, also from an earlier call for an equal model.
+
+    An UnsupportedModelError is a result, too: it is raised again.
+    """
+    key = (*identity(model), *question)
+    if key not in _RESULTS:
+        try:
+            _RESULTS[key] = make()
+        except UnsupportedModelError as error:
+            _RESULTS[key] = error
+    if isinstance(_RESULTS[key], UnsupportedModelError):
+        raise _RESULTS[key]
+    result: T = _RESULTS[key]
+    return result
+
+
 def prove(model: PreTrainedModel, base: Selection, world_size: int, parts: tuple[float, ...] = ()) -> Proof:
     """Find and prove policies for the blocks that the policies of `base` do not cover."""
-    key = (*identity(model), world_size, parts, base.policies)
-    if key not in _CACHE:
-        _CACHE[key] = _search(model, base, world_size, parts)
-    proof = _CACHE[key]
-    if isinstance(proof, UnsupportedModelError):
-        raise proof
-    return proof
+    question = ("policies", world_size, parts, base.policies)
+    return remembered(lambda: _search(model, base, world_size, parts), model, *question)
 
 
 def prove_live_code(
@@ -64,13 +84,13 @@ def prove_live_code(
     uncut = build_plan(model, world_size, selection, parts=parts, quantize=any_precision).uncut
     if uncut == build_plan(model, world_size, proven, parts=parts, quantize=any_precision).uncut:
         return selection  # a proof would not change the plan
-    key = (*identity(model), world_size, tuple(parts), selection)
-    if key not in _LIVE:
-        try:
-            _LIVE[key] = not Trials(twin_of(model), proven, world_size, parts).objection()
-        except UnsupportedModelError:
-            _LIVE[key] = False
-    return proven if _LIVE[key] else selection
+
+    question = ("live code", world_size, tuple(parts), selection)
+    try:
+        fits = remembered(lambda: not Trials(twin_of(model), proven, world_size, parts).objection(), model, *question)
+    except UnsupportedModelError:
+        fits = False
+    return proven if fits else selection
 
 
 def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:
@@ -83,12 +103,11 @@ def prove_custom(
     model: PreTrainedModel, policies: tuple[type[Policy], ...], world_size: int, parts: Sequence[float] = ()
 ) -> None:
     """Check custom policies on a twin."""
-    key = (*identity(model), world_size, tuple(parts), policies, str([policy.plan for policy in policies]))
-    if key not in _CUSTOM:
-        _CUSTOM[key] = _objection(model, policies, world_size, parts)
-    if _CUSTOM[key]:
+    plans = str([policy.plan for policy in policies])
+    question = ("custom", world_size, tuple(parts), policies, plans)
+    if why := remembered(lambda: _objection(model, policies, world_size, parts), model, *question):
         names = ", ".join(policy.__name__ for policy in policies)
-        raise PolicyError(f"{names} on {world_size} ranks: {_CUSTOM[key]}; prove=False skips this check")
+        raise PolicyError(f"{names} on {world_size} ranks: {why}; prove=False skips this check")
 
 
 def _objection(
@@ -98,67 +117,92 @@ def _objection(
         twin = twin_of(model)
     except UnsupportedModelError as error:
         return f"the policy cannot be proven: {error}"
-    trials = Trials(
-        twin, Selection(policies, "custom", vocabulary=False, leftovers=False, customs=policies), world_size, parts
-    )
+    selection = Selection(policies, "custom", vocabulary=False, leftovers=False, customs=policies)
+    trials = Trials(twin, selection, world_size, parts)
     if difference := trials.objection():
         return (
             f"a tiny twin of {type(model).__name__} has other outputs sharded than whole ({difference}); look for"
             " projections that share a layer (fused=) and for attributes that the forward reads (scaled=)"
         )
-    untried = unproven_rules(build_plan(twin.model, world_size, trials.base, parts=parts), twin)
+    untried = unproven_rules(build_plan(twin.model, world_size, selection, parts=parts), twin)
     return f"the policy cannot be proven: the twin's inputs do not reach the tensors of {untried[0]}" if untried else ""
 
 
-def _search(
-    model: PreTrainedModel, base: Selection, world_size: int, parts: tuple[float, ...]
-) -> Proof | UnsupportedModelError:
-    proven = True
+def _search(model: PreTrainedModel, base: Selection, world_size: int, parts: tuple[float, ...]) -> Proof:
     try:
         try:
-            twin = twin_of(model)
+            twin, proven = twin_of(model), True
         except UnsupportedModelError:
             if not LiveEdits(model):
                 raise
-            proven = False
-            twin = make_twin(type(model), model.config, attention_of(model))
+            twin, proven = make_twin(type(model), model.config), False
     except UnsupportedModelError as error:
+        if not base.policies:
+            raise
         # Written policies need no proof. Other parts of the model stay whole, and the plan lists them.
-        return Proof(base, unproven=str(error)) if base.policies else error
+        return Proof(base, unproven=str(error))
     earlier = Proof(base)
     if world_size > _FIRST or parts:
         with contextlib.suppress(UnsupportedModelError):
             earlier = prove(model, base, _FIRST)
     search = RuleSearch(Trials(twin, base, world_size, parts), earlier.chosen, earlier.selection.vocabulary)
     try:
-        return Proof(
-            replace(search.result(), proven=proven), [*earlier.tried, *search.tried], twin.unreached, search.chosen
-        )
-    except UnsupportedModelError as error:
-        return error
+        selection = replace(search.result(), proven=proven)
+    except UnsupportedModelError:
+        raise
     except Exception as error:  # modelling code may raise any exception on a small sharded model
         raise_if_of_handler(error)
-        text = (
+        raise UnsupportedModelError(
             f"no policy knows {type(model).__name__}, and none could be inferred: the search ended with"
             f" {type(error).__name__}: {error}. Write a policy (POLICY.md shows how), or report this error"
-        )
-        return UnsupportedModelError(text).with_traceback(error.__traceback__)
+        ) from error
+    return Proof(selection, [*earlier.tried, *search.tried], twin.unreached, search.chosen)
 
 
-def twin_of(model: PreTrainedModel) -> Twin:
-    key = identity(model)
+def may_merge(model: PreTrainedModel) -> bool:
+    """Return whether a stage need send only the result of its last block to the other ranks, not of every block.
+
+    The proof divides a twin into two stages.
+    """
+    try:
+        return remembered(lambda: _are_merged(model), model, "stages")
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be computed in stages: {error}") from error
+
+
+def _are_merged(model: PreTrainedModel) -> bool:
+    twin = twin_of(model, _LAYERS)
+    if not twin.runs_whole:
+        raise UnsupportedModelError(f"a tiny twin runs on none of the known inputs: {twin.unreached[:300]}")
+    for merged in (True, False):
+        failure = _StageTrials(twin, merged).objection()
+        if not failure:
+            return merged
+    raise UnsupportedModelError(
+        f"a tiny random copy of the model has other outputs in two stages than whole ({failure})"
+    )
+
+
+class _StageTrials(Trials):
+    """Trials of a twin that is divided into two stages of one rank each."""
+
+    def __init__(self, twin: Twin, merged: bool) -> None:
+        super().__init__(twin, UNCUT, world_size=2)
+        self._merged = merged
+
+    def plan(self, *choices: Any, **leftovers: Any) -> ShardPlan:
+        return in_stages(build_plan(self.twin.model, 1, UNCUT), self.twin.model, [0.5, 0.5], self._merged)
+
+
+def twin_of(model: PreTrainedModel, layers: int = Shrinking.layers) -> Twin:
+    key = (*identity(model), layers)
     if key not in _TWINS:
         _TWINS.clear()
-        with torch.inference_mode(False), torch.enable_grad():  # the caller may have switched gradients off
-            _TWINS[key] = make_twin(type(model), model.config, attention_of(model), edits=LiveEdits(model))
+        _TWINS[key] = make_twin(type(model), model.config, layers=layers, edits=LiveEdits(model))
     return _TWINS[key]
 
 
 def identity(model: PreTrainedModel) -> tuple[Any, ...]:
     shape = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
-    return type(model), shape, attention_of(model), transformers.__version__, LiveEdits(model).key
-
-
-def attention_of(model: PreTrainedModel) -> str | None:
-    """Return the name of a model's attention implementation, such as "sdpa"; None if the configuration has none."""
-    return getattr(model.config, "_attn_implementation", None)
+    attentions = tuple(part._attn_implementation for part in parts_of(model.config))
+    return type(model), shape, attentions, transformers.__version__, LiveEdits(model).key

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from parallelformers_ng.autopolicy.proof import twin_of
 from parallelformers_ng.autopolicy.trials import comparable_probes, on_each_rank
-from parallelformers_ng.autopolicy.twin import equal, run
+from parallelformers_ng.autopolicy.twin import equal
 from parallelformers_ng.options import QuantizeOptions
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.policy import Selection
@@ -41,7 +41,7 @@ def check_quantized(model: PreTrainedModel, selection: Selection, world_size: in
     probes = comparable_probes(twin, plan)
 
     def outputs_of(share: Any) -> list[list[torch.Tensor]]:
-        return [run(share.get_submodule(probe.path), probe.inputs, _DTYPE) for probe in probes]
+        return [probe.run_in(share, _DTYPE) for probe in probes]
 
     whole: Any = copy.deepcopy(small)
     with torch.no_grad():

@@ -74,11 +74,8 @@ class SampleInputs:
     def value(self, name: str, image: str, rows: int) -> Any:
         """Return a value for one argument; None if the name is unknown. Ids and integer masks are int64."""
         if name == "input_ids" and "codebook_idx" in self.names:
-            codes = int(self.find("n_codes_total", default=2))
+            codes = self.number("n_codes_total", default=2)
             return self.ids(rows, LENGTH * codes).unflatten(-1, (LENGTH, codes))
-        if name == "bbox":
-            corners = torch.randint(0, 8, (2, rows, LENGTH, 2), generator=self.generator)
-            return torch.cat([corners[0], corners[0] + corners[1]], dim=-1)
         if name == "pixel_attention_mask" and "spatial_shapes" not in self.names:
             return None
         makers: dict[str, Callable[[], Any]] = {
@@ -93,18 +90,19 @@ class SampleInputs:
             ),
             **dict.fromkeys(_STATES, lambda: self.states(rows)),
             **dict.fromkeys(_SERIES, lambda: self.series(name, rows)),
+            "bbox": lambda: self.boxes(rows),
             "codebook_idx": lambda: 1,
-            "task_inputs": lambda: self.ids(rows, int(self.find("task_seq_len", default=LENGTH))),
+            "task_inputs": lambda: self.ids(rows, self.number("task_seq_len", default=LENGTH)),
             "flattened_patches": lambda: self.placed_patches(rows),
             "pixel_values_videos": lambda: self.pixels("video", rows),
             "pixel_attention_mask": lambda: torch.ones(rows, _SIDE**2, dtype=torch.long),
             "spatial_shapes": lambda: torch.full((rows, 2), _SIDE),
             "image_sizes": lambda: torch.tensor([self.image_size()] * rows),
-            "merge_sizes": lambda: torch.tensor([int(self.find("spatial_merge_size", default=1))]),
-            "encoder_hidden_states": lambda: self.randn(rows, LENGTH - 2, int(self.find(*_ENCODER_WIDTHS, default=32))),
+            "merge_sizes": lambda: torch.tensor([self.number("spatial_merge_size", default=1)]),
+            "encoder_hidden_states": lambda: self.randn(rows, LENGTH - 2, self.number(*_ENCODER_WIDTHS, default=32)),
             "audio_mel_mask": lambda: torch.zeros(rows, _FRAMES, dtype=torch.bool),
             "noise": lambda: self.randn(rows, self.patches()),
-            "noise_sequence": lambda: self.randn(rows, _FRAMES, int(self.find("model_in_channels", default=1))),
+            "noise_sequence": lambda: self.randn(rows, _FRAMES, self.number("model_in_channels", default=1)),
         }
         return makers[name]() if name in makers else None
 
@@ -112,6 +110,9 @@ class SampleInputs:
         """Return the first value of the named attributes in `parts` that is neither None nor text, or `default`."""
         values = (setting(part, name) for part in self.parts for name in names)
         return next((value for value in values if value is not None and not isinstance(value, str)), default)
+
+    def number(self, *names: str, default: int = 0) -> int:
+        return int(self.find(*names, default=default))
 
     def randn(self, *shape: int) -> torch.Tensor:
         """Return normal random numbers in `dtype`, drawn in float64, so that inputs are the same in every data type."""
@@ -122,7 +123,7 @@ class SampleInputs:
         vocabularies = [
             m.num_embeddings for m in self.model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings > 40
         ]
-        size = int(self.find("vocab_size", default=min(vocabularies, default=32)))
+        size = self.number("vocab_size", default=min(vocabularies, default=32))
         special = self.special_ids()
         usable = [index for index in range(3, min(size, 500)) if index not in special] or [0]
         picks = torch.randint(0, len(usable), (rows, length), generator=self.generator)
@@ -130,41 +131,38 @@ class SampleInputs:
 
     def special_ids(self) -> set[int]:
         """Return the token ids that settings of the configurations name, such as `eos_token_id`."""
-        ids: set[int] = set()
-        for key, value in (item for part in self.parts for item in vars(part).items()):
-            if key.endswith(("token_id", "token_index", "_id")) and isinstance(value, int):
-                ids.add(value)
-            elif key.endswith("token_id") and isinstance(value, list):
-                ids.update(v for v in value if isinstance(v, int))
-        return ids
+        settings = [item for part in self.parts for item in vars(part).items()]
+        ids = [value for key, value in settings if key.endswith(("_id", "token_index"))]
+        for key, value in settings:
+            ids += value if key.endswith("token_id") and isinstance(value, list) else []
+        return {token for token in ids if isinstance(token, int)}
+
+    def boxes(self, rows: int) -> torch.Tensor:
+        corners = torch.randint(0, 8, (2, rows, LENGTH, 2), generator=self.generator)
+        return torch.cat([corners[0], corners[0] + corners[1]], dim=-1)
 
     def image_size(self) -> tuple[int, int]:
         """Return the height and the width of images in pixels; 64 without a setting."""
         size = self.find("image_size", "img_size", "input_size", default=64)
         if isinstance(size, dict):
             size = (size.get("height", 64), size.get("width", 64))
-        if isinstance(size, (list, tuple)):
-            return (int(size[-2]), int(size[-1])) if len(size) >= 2 else (int(size[0]), int(size[0]))
-        return int(size), int(size)
+        sides = [*size] if isinstance(size, (list, tuple)) else [size]
+        height, width = (sides * 2)[-2:]  # one number is both
+        return int(height), int(width)
 
     def pixels(self, image: str, rows: int) -> torch.Tensor:
         channels = self.find("num_channels", "in_channels", "in_chans", default=3)
         channels = channels if isinstance(channels, int) else 3
-        height, width = self.image_size()
-        if self.names & {"pixel_position_ids", "image_position_ids"}:
-            return self.randn(rows, 16, self.patch_width(channels))
-        if image == "video":
-            frames = self.find("num_frames", "frames_per_clip", "temporal_patch_size", default=2)
-            return self.randn(rows, int(frames), channels, height, width)
-        if "spatial_shapes" in self.names:
+        if self.names & set(_POSITIONS) or (image != "video" and "spatial_shapes" in self.names):
             return self.randn(rows, _SIDE**2, self.patch_width(channels))
         if image == "flat":
-            return self.randn(16, self.patch_width(channels))
+            return self.randn(_SIDE**2, self.patch_width(channels))
         if image == "patches":
-            return self.randn(16, channels, self.patch_side(), self.patch_side())
-        if image == "wide":
-            return self.randn(rows, channels, 224, 224)
-        return self.randn(rows, channels, height, width)
+            return self.randn(_SIDE**2, channels, self.patch_side(), self.patch_side())
+        if image == "video":
+            frames = self.number("num_frames", "frames_per_clip", "temporal_patch_size", default=2)
+            return self.randn(rows, frames, channels, *self.image_size())
+        return self.randn(rows, channels, *((224, 224) if image == "wide" else self.image_size()))
 
     def placed_patches(self, rows: int) -> torch.Tensor:
         """Return flattened patches `[rows, 16, 2 + values]` in `dtype`; each begins with its row and column, from 1."""
@@ -183,35 +181,30 @@ class SampleInputs:
                 return module.in_features
             if "patch" in name and isinstance(module, (nn.Conv2d, nn.Conv3d)):
                 return module.in_channels * math.prod(module.kernel_size)
-        temporal = int(self.find("temporal_patch_size", default=1))
-        return channels * temporal * self.patch_side() ** 2
+        return channels * self.number("temporal_patch_size", default=1) * self.patch_side() ** 2
 
     def patches(self) -> int:
         height, width = self.image_size()
         return (height // self.patch_side()) * (width // self.patch_side())
 
     def sound(self, name: str, image: str, rows: int) -> torch.Tensor:
-        bins = self.find(*_BINS, default=80)
-        if name == "input_values" and image == "plain":
-            return self.randn(rows, _SAMPLES)
-        if name == "input_values" and image == "flat":
-            return self.randn(rows, 1, _SAMPLES)
-        positions = self.find("max_source_positions", default=0)
-        length = self.find("max_length", default=_FRAMES) if name == "input_values" else _FRAMES
+        if name == "input_values" and image in ("plain", "flat"):
+            return self.randn(*((rows, _SAMPLES) if image == "plain" else (rows, 1, _SAMPLES)))
         first = next((m for m in self.model.modules() if isinstance(m, (nn.Conv1d, nn.Linear))), None)
         if image == "flat" and isinstance(first, nn.Linear):
             return self.randn(rows, _FRAMES, first.in_features)
-        if name == "input_features" and positions and image == "plain":
-            return self.randn(rows, int(bins), 2 * int(positions))
+        bins = self.number(*_BINS, default=80)
+        if name == "input_features" and image == "plain" and (positions := self.number("max_source_positions")):
+            return self.randn(rows, bins, 2 * positions)
         if image == "video":
-            return self.randn(rows, int(bins), _FRAMES)
-        return self.randn(rows, int(length), int(bins))
+            return self.randn(rows, bins, _FRAMES)
+        return self.randn(rows, self.number("max_length", default=_FRAMES) if name == "input_values" else _FRAMES, bins)
 
     def states(self, rows: int) -> torch.Tensor:
         """Return random hidden states `[rows, 7, width]` in `dtype`; flat patches for a model with `grid_thw`."""
         if "grid_thw" in self.names:
             return self.pixels("flat", rows)
-        return self.randn(rows, LENGTH, int(self.find(*_WIDTHS, default=32)))
+        return self.randn(rows, LENGTH, self.number(*_WIDTHS, default=32))
 
     def series(self, name: str, rows: int) -> torch.Tensor | None:
         """Return one argument of a time-series model, `[rows, times]` or `[rows, times, channels]`.
@@ -219,20 +212,18 @@ class SampleInputs:
         Values are in `dtype`; a mask is float32. The result is None for `future_values` of a model with a number of
         input channels.
         """
-        context = int(self.find("context_length", "prediction_length", default=16))
         lags = max(self.find("lags_sequence", default=[0]) or [0])
-        past = context + (lags if isinstance(lags, int) else 0)
-        future = int(self.find("prediction_length", default=4) or 4)
-        inputs = int(self.find("num_input_channels", default=0) or 0)
+        past = self.number("context_length", "prediction_length", default=16) + (lags if isinstance(lags, int) else 0)
+        future = self.number("prediction_length", default=4)
+        channels = [count] if (count := self.number("num_input_channels")) else []
         if name == "past_values":
-            return self.randn(rows, past, inputs) if inputs else self.randn(rows, past)
+            return self.randn(rows, past, *channels)
         if name == "past_observed_mask":
-            return torch.ones(rows, past, inputs) if inputs else torch.ones(rows, past)
+            return torch.ones(rows, past, *channels)
         if name == "future_values":
-            return None if inputs else self.randn(rows, future)
-        counts = ("num_time_features", "num_dynamic_real_features")
-        count = sum(int(self.find(key, default=0) or 0) for key in counts)
-        return self.randn(rows, past if name.startswith("past") else future, count)
+            return None if channels else self.randn(rows, future)
+        features = self.number("num_time_features") + self.number("num_dynamic_real_features")
+        return self.randn(rows, past if name.startswith("past") else future, features)
 
 
 def _positions() -> torch.Tensor:

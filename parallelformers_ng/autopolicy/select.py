@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 from transformers import PreTrainedModel
 
+from parallelformers_ng.autopolicy.proof import prove, prove_live_code
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.live_code.stock import foreign_modules
 from parallelformers_ng.sharding.policy import CustomPolicies, Selection
@@ -25,8 +26,6 @@ def select(
     if selection.policies and not misfits and (world_size is None or is_covered(model, selection.policies)):
         if world_size in (None, 1) or not isinstance(model, PreTrainedModel) or not foreign_modules(model):
             return selection
-        from parallelformers_ng.autopolicy.proof import prove_live_code  # slow to import
-
         return prove_live_code(model, selection, world_size or 1, parts)
     reasons = "".join(f"; {misfit}" for misfit in misfits)
     if world_size is None or not isinstance(model, PreTrainedModel):
@@ -35,8 +34,6 @@ def select(
             f" ({', '.join(repeated_blocks(model)) or 'none found'}) has one in parallelformers_ng.policies{reasons}."
             " Write one (POLICY.md shows how, about ten lines) and pass it as custom_policies="
         )
-    from parallelformers_ng.autopolicy.proof import prove  # slow to import; models with policies do not need it
-
     try:
         return prove(model, selection, world_size, tuple(parts)).selection
     except UnsupportedModelError as error:

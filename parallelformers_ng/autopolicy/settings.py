@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -13,9 +13,28 @@ def setting(config: Any, name: str) -> Any:
     return vars(config).get(stored_name(config, name))
 
 
+def number(config: Any, *names: str) -> int:
+    """Return the first integer among a configuration's attributes of these names; 0 without one."""
+    values = (setting(config, name) for name in names)
+    return next((value for value in values if isinstance(value, int)), 0)
+
+
 def put(config: Any, name: str, value: Any) -> None:
     """Set an attribute by its own or its standard name, even if the configuration's class refuses changes."""
     config.__dict__[stored_name(config, name)] = value
+
+
+def limit(config: Any, name: str, most: int) -> None:
+    """Reduce an attribute that is a larger integer to `most`."""
+    if number(config, name) > most:
+        put(config, name, most)
+
+
+def mapped(value: Any, change: Callable[[int], int]) -> Any:
+    """Return an integer, or nested lists of integers, with each integer changed; other values stay."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(mapped(item, change) for item in value)
+    return change(value) if type(value) is int else value
 
 
 def own_settings(config: Any) -> Iterator[tuple[str, Any]]:
@@ -35,10 +54,6 @@ def parts_of(config: Any) -> Iterator[Any]:
     for value in vars(config).values():
         if isinstance(value, PreTrainedConfig):
             yield from parts_of(value)
-
-
-def counts_heads(name: str) -> bool:
-    return name.endswith(("heads", "n_head")) and not name.startswith("index")
 
 
 def is_id(name: str) -> bool:

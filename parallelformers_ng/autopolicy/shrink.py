@@ -7,6 +7,7 @@ right (a fused q|k|v, a projection to another tower's width, `heads · head_dim`
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import re
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from parallelformers_ng.autopolicy.config_numbers import LONG, UNSEEN, Shapes
-from parallelformers_ng.autopolicy.settings import counts_heads, is_id, own_settings, parts_of, put, setting
+from parallelformers_ng.autopolicy.settings import is_id, limit, mapped, number, own_settings, parts_of, put, setting
 from parallelformers_ng.autopolicy.shrink_layers import shrink_layers
 
 _WIDTH = re.compile(
@@ -76,9 +77,9 @@ def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreT
         _shrink_named(part, shrinking.layers)
         if not shrinking.keep_images:
             _shrink_images(part)
-        if shrinking.filters and isinstance(count := setting(part, "num_filters"), int):
-            put(part, "num_filters", min(count, _FILTERS))
-        mains = {width for main in _MAIN if isinstance(width := setting(part, main), int)}
+        if shrinking.filters:
+            limit(part, "num_filters", _FILTERS)
+        mains = {number(part, main) for main in _MAIN}
         patches = setting(part, "patch_size") is not None and setting(part, "vocab_size") is None
         most = math.inf if patches or shapes.windows else _LONG_WINDOW
         by_coefficient = factor < 1 and _shrink_coefficients(part, factor)
@@ -87,13 +88,14 @@ def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreT
                 continue
             if _is_width(name, value, mains):
                 if factor < 1:
-                    put(part, name, _scale(value, factor if "head" in name or name == "d_kv" else factor * fewer))
-            elif fewer < 1 and counts_heads(name) and isinstance(value, int):
+                    by = factor if "head" in name or name == "d_kv" else factor * fewer
+                    put(part, name, mapped(value, functools.partial(_scaled, factor=by)))
+            elif fewer < 1 and _counts_heads(name) and isinstance(value, int):
                 put(part, name, max(1, int(value * fewer)))
             elif _WINDOW.match(name) and isinstance(value, int) and value > most:
                 put(part, name, 4)
-            elif _counts_rows(name, value, shapes):
-                put(part, name, LONG)
+            elif type(value) is int and value in shapes.tables and not is_id(name) and not _counts_tokens(name):
+                put(part, name, LONG)  # rows of a long table, for example of positions
         for name in ("rope_parameters", "rope_scaling"):
             if factor < 1 and isinstance(rope := vars(part).get(name), dict):
                 put(part, name, _scale_sections(part, rope))
@@ -112,11 +114,6 @@ def _is_width(name: str, value: Any, mains: set[Any]) -> bool:
     return bool(_WIDTH.search(name))
 
 
-def _counts_rows(name: str, value: Any, shapes: Shapes) -> bool:
-    """Return whether an attribute counts the rows of a long table, for example of positions, but no vocabulary."""
-    return type(value) is int and value in shapes.tables and not is_id(name) and not _counts_tokens(name)
-
-
 def _shrink_coefficients(config: Any, factor: float) -> bool:
     """Shrink the width and depth coefficients of a configuration such as EfficientNet's.
 
@@ -132,36 +129,37 @@ def _shrink_coefficients(config: Any, factor: float) -> bool:
 
 
 def _width_factor(parts: list[Any]) -> float:
-    mains, heads_dims, quotients = [], [], []
+    mains, head_dims, quotients = list[int](), list[int](), list[int]()
     for part in parts:
-        width = next((value for name in _MAIN if isinstance(value := setting(part, name), int)), None)
-        heads = next((value for name in _HEADS if isinstance(value := setting(part, name), int)), None)
-        head_dim = setting(part, "head_dim")
-        if width and width >= _SCALED_FROM:
+        width, heads = number(part, *_MAIN), number(part, *_HEADS)
+        if width >= _SCALED_FROM:
             mains.append(width)
-        mains += _stage_widths(part) if not width else []
-        if isinstance(head_dim, int):
-            heads_dims.append(head_dim)
-        elif width and heads and width % heads == 0:
+        elif not width:
+            mains += _stage_widths(part)
+        head_dims += [number(part, name) for name in ("head_dim", *_HEAD_WIDTHS)]
+        if width and heads and width % heads == 0 and not isinstance(setting(part, "head_dim"), int):
             quotients.append(width // heads)
-        heads_dims += [value for name in _HEAD_WIDTHS if isinstance(value := setting(part, name), int)]
-    if not mains or max(mains) <= _TINY:
+    if max(mains, default=0) <= _TINY:
         return 1.0
+    scaled = quotients + [value for value in head_dims if value >= _SCALED_FROM]
     factor = 1.0
     while factor > 1 / 64 and max(mains) * factor > 48:
         smaller = factor / 2
-        scaled = quotients + [value for value in heads_dims if value >= _SCALED_FROM]
         if any(value * smaller < 8 or value * smaller % 2 for value in scaled):
             break
-        if any(value * smaller % 1 for value in mains) or min(mains) * smaller < 8:
+        if any(value * smaller < 8 or value * smaller % 1 for value in mains):
             break
         factor = smaller
     return factor
 
 
+def _counts_heads(name: str) -> bool:
+    return name.endswith(("heads", "n_head")) and not name.startswith("index")
+
+
 def _stage_widths(part: Any) -> list[int]:
     widths = setting(part, "hidden_sizes")
-    if not isinstance(widths, (list, tuple)) or any(counts_heads(name) for name, _ in own_settings(part)):
+    if not isinstance(widths, (list, tuple)) or any(_counts_heads(name) for name, _ in own_settings(part)):
         return []
     return [width for width in widths if isinstance(width, int)]
 
@@ -170,7 +168,7 @@ def _fewer_heads(parts: list[Any], most: int) -> float:
     """Return the smallest power of two, at least `2 ** -most`, that keeps all head counts whole numbers above 1."""
     counts = [
         value for part in parts for name, value in own_settings(part)
-        if counts_heads(name) and isinstance(value, int) and value > 1
+        if _counts_heads(name) and isinstance(value, int) and value > 1
     ]  # fmt: skip
     factor = 1.0
     while factor > 2**-most and all(count * factor / 2 >= 2 and count * factor / 2 % 1 == 0 for count in counts):
@@ -178,12 +176,10 @@ def _fewer_heads(parts: list[Any], most: int) -> float:
     return factor
 
 
-def _scale(value: Any, factor: float) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(_scale(item, factor) for item in value)
-    if type(value) is not int or value < _SCALED_FROM:
-        return value
-    scaled = value * factor
+def _scaled(width: int, factor: float) -> int:
+    if width < _SCALED_FROM:
+        return width
+    scaled = width * factor
     return int(scaled) if scaled == int(scaled) and scaled >= 4 else max(4, math.ceil(scaled / 4) * 4)
 
 
@@ -194,10 +190,10 @@ def _scale_sections(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
     head, and other code ignores the setting.
     """
     sections = rope.get("mrope_section") or _SECTIONS
-    heads = next((value for name in _HEADS if isinstance(value := setting(config, name), int)), 0)
-    head = setting(config, "head_dim") or (heads and (setting(config, "hidden_size") or 0) // heads)
+    heads = number(config, *_HEADS)
+    head = number(config, "head_dim") or (heads and number(config, "hidden_size") // heads)
     part = rope.get("partial_rotary_factor") or setting(config, "partial_rotary_factor") or 1.0
-    half = int(head * part) // 2 if head else 0
+    half = int(head * part) // 2
     if half < len(sections):
         return rope
     scaled = [section * half // sum(sections) for section in sections]
@@ -208,19 +204,15 @@ def _scale_sections(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
 
 def _shrink_images(config: Any) -> None:
     """Shrink images to four patches on each side, or to 64 pixels without a patch size; shrink frame counts, too."""
-    patch = setting(config, "patch_size")
-    side = 4 * patch if isinstance(patch, int) and patch >= 8 else 64
+    patch = number(config, "patch_size")
+    side = 4 * patch if patch >= 8 else 64
     for name in ("image_size", "img_size"):
+        limit(config, name, side)
         size = setting(config, name)
-        if isinstance(size, int) and size > side:
-            put(config, name, side)
-        elif isinstance(size, (list, tuple)) and all(isinstance(s, int) and s > side for s in size):
+        if isinstance(size, (list, tuple)) and all(isinstance(s, int) and s > side for s in size):
             put(config, name, type(size)(side for _ in size))
-    limits = {"num_frames": 4, "max_source_positions": 40, "max_length": 128, "num_queries": 20}
-    for name, most in limits.items():
-        count = setting(config, name)
-        if isinstance(count, int) and count > most:
-            put(config, name, most)
+    for name, most in {"num_frames": 4, "max_source_positions": 40, "max_length": 128, "num_queries": 20}.items():
+        limit(config, name, most)
 
 
 def _shrink_named(config: Any, layers: int) -> None:
@@ -233,10 +225,8 @@ def _shrink_named(config: Any, layers: int) -> None:
 def _shrink_experts(config: Any) -> None:
     for name, count in list(own_settings(config)):
         if name.endswith("experts") and isinstance(count, int) and count > 8:
-            put(config, name, 8)
-            for groups, most in _BESIDE_EXPERTS.items():
-                if isinstance(value := setting(config, groups), int):
-                    put(config, groups, min(value, most))
+            for beside, most in {name: 8, **_BESIDE_EXPERTS}.items():
+                limit(config, beside, most)
 
 
 def _shrink_vocabulary(config: Any, ids: dict[int, int]) -> None:
@@ -247,18 +237,14 @@ def _shrink_vocabulary(config: Any, ids: dict[int, int]) -> None:
             shrunk = True
     for name, value in list(own_settings(config)):
         if is_id(name):
-            put(config, name, _small_id(value, ids))
-    if shrunk and isinstance(setting(config, "pad_token_id"), int):
-        put(config, "pad_token_id", min(config.pad_token_id, VOCABULARY - 1))
+            put(config, name, mapped(value, functools.partial(_small_id, ids=ids)))
+    if shrunk:
+        limit(config, "pad_token_id", VOCABULARY - 1)
 
 
 def _counts_tokens(name: str) -> bool:
     return "vocab_size" in name or name.endswith("_vocab")
 
 
-def _small_id(value: Any, ids: dict[int, int]) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(_small_id(item, ids) for item in value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < VOCABULARY:
-        return value
-    return ids.setdefault(value, VOCABULARY - 2 - len(ids) % (VOCABULARY - 20))
+def _small_id(token: int, ids: dict[int, int]) -> int:
+    return token if token < VOCABULARY else ids.setdefault(token, VOCABULARY - 2 - len(ids) % (VOCABULARY - 20))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from parallelformers_ng.autopolicy.config_numbers import Shapes
-from parallelformers_ng.autopolicy.settings import own_settings, put, setting, stored_name
+from parallelformers_ng.autopolicy.settings import limit, mapped, number, own_settings, put, setting, stored_name
 
 _LAYERS = ("layers", "layer", "depth", "blocks")  # last parts of the names of settings that count layers
 _SHARED = "num_kv_shared_layers"  # setting that counts the last layers that use keys and values of earlier layers
@@ -28,17 +28,17 @@ def shrink_layers(config: Any, fewest: int, shapes: Shapes) -> None:
         put(config, section, setting(config, main) - len(sections) + 1 if section == sections[-1] else 1)
     for name in ("depths", "layers_per_stage"):
         if isinstance(depths := setting(config, name), (list, tuple)):
-            put(config, name, type(depths)(min(2, depth) if isinstance(depth, int) else depth for depth in depths))
+            put(config, name, mapped(depths, lambda depth: min(2, depth)))
 
 
 def _shrink_count(config: Any, name: str, count: int, fewest: int, shapes: Shapes) -> None:
     """Reduce the attribute `name`, which counts `count` layers, as far as other settings allow."""
-    if isinstance(once := setting(config, _ONCE), int) and count > once:  # 128 and 16: 16 layers run 8 times each
+    if 0 < (once := number(config, _ONCE)) < count:  # 128 and 16: 16 layers run 8 times each
         put(config, _ONCE, min(fewest, once))
         put(config, name, count // once * min(fewest, once))
         return
     stages, outputs = _stages(config, count), _output_lists(config)
-    shared = setting(config, _SHARED) or 0
+    shared = number(config, _SHARED)
     kept = max(fewest, _layers_of_all_kinds(config, count), _longest_period(config, count))
     if 0 < shared < count:
         kept *= 2
@@ -50,9 +50,7 @@ def _shrink_count(config: Any, name: str, count: int, fewest: int, shapes: Shape
         put(config, "stage_names", config.stage_names[: kept + 1])
         put(config, "_out_indices", list(range(kept + 1 - len(stages), kept + 1)))
         put(config, "_out_features", config.stage_names[-len(stages) :])
-    first_dense = setting(config, "first_k_dense_replace")
-    if isinstance(first_dense, int) and first_dense:
-        put(config, "first_k_dense_replace", 1)
+    limit(config, "first_k_dense_replace", 1)
     _shorten_lists(config, count, kept, outputs, shapes)
 
 
@@ -71,9 +69,8 @@ def _layers_of_all_kinds(config: Any, count: int) -> int:
     """Return the number of first layers that include every kind in lists with an item per layer; 0 without a list."""
     needed = 0
     for _, pattern in own_settings(config):
-        if not isinstance(pattern, (list, tuple)) or len(pattern) != count:
-            continue
-        if not all(isinstance(item, (str, int)) for item in pattern):
+        is_list = isinstance(pattern, (list, tuple)) and len(pattern) == count
+        if not is_list or not all(isinstance(item, (str, int)) for item in pattern):
             continue
         kinds = set(pattern)
         if len(kinds) <= _KINDS:
@@ -85,10 +82,10 @@ def _layers_of_all_kinds(config: Any, count: int) -> int:
 
 def _longest_period(config: Any, count: int) -> int:
     """Return the number of layers after which the kinds of layers repeat; 0 if unknown."""
-    periods = [every for name in _PERIODS if isinstance(every := setting(config, name), int)]
+    periods = [number(config, name) for name in _PERIODS]
     lists = [items for _, items in own_settings(config) if isinstance(items, (list, tuple))]
     lengths = [len(items) for items in lists if items and all(isinstance(item, str) for item in items)]
-    return max([*periods, *(length for length in lengths if length < count)], default=0)  # a shorter list repeats
+    return max(*periods, *(length for length in lengths if length < count))  # a shorter list repeats
 
 
 def _output_lists(config: Any) -> list[str]:

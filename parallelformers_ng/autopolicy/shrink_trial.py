@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from parallelformers_ng.autopolicy.settings import is_id, own_settings, parts_of, put
+from parallelformers_ng.autopolicy.settings import is_id, mapped, own_settings, parts_of, put
 
 _WIDTH = 16  # least number that the first step takes for a width
 # Largest share of the parameters that may remain after a step; a smaller gain is not worth changed proportions.
@@ -75,15 +75,10 @@ def _flat(value: Any) -> Iterator[int]:
 
 
 def _halved(config: PreTrainedConfig, chosen: Chosen, least: int) -> PreTrainedConfig:
-    def half(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(half, value))
-        return value // 2 if type(value) is int and value >= least else value
-
     halved = copy.deepcopy(config)
     for part in parts_of(halved):
         for name, setting in list(own_settings(part)):
             numbers = _numbers(name, setting)
             if numbers and chosen(numbers):
-                put(part, name, half(setting))
+                put(part, name, mapped(setting, lambda number: number // 2 if number >= least else number))
     return halved

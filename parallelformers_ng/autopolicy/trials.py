@@ -5,6 +5,7 @@ The ranks are threads. If no output depends on a shard, the trial proves nothing
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from parallelformers_ng.autopolicy.own_draws import OwnDraws
 from parallelformers_ng.autopolicy.proposal import Proposal, policies_of
-from parallelformers_ng.autopolicy.twin import Twin, TwinProbe, equal, in_short, length_options, run, sharing_copy
+from parallelformers_ng.autopolicy.twin import Twin, TwinProbe, equal, failure_of, length_options, sharing_copy
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.sharding.builder import build_plan
@@ -21,14 +22,10 @@ from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.own_heads import gathered
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Selection
-from parallelformers_ng.sharding.rules import Rule
 from parallelformers_ng.sharding.structure import tensors
 from parallelformers_ng.sharding.tensor_plan import TensorPlan
-from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 T = TypeVar("T")
-Choice = tuple[Proposal, dict[str, Rule]]  # a proposal, and the variant of its rules to try
-
 _TOKENS = 6
 _TRIALS = 60
 
@@ -52,45 +49,37 @@ class Trials:
         self.failure = ""
         self._count = 0
 
-    def match(self, choices: Sequence[Choice], vocabulary: bool, leftovers: bool = False) -> bool:
+    def match(self, choices: Sequence[Proposal], vocabulary: bool, leftovers: bool = False) -> bool:
         """Return whether the outputs of the sharded and the whole twin match, and depend on the rules' shards.
 
         An exception of a rule or of the modelling code counts as a mismatch. The method sets `failure`.
         """
         self._count += 1
-        if self._count > _TRIALS:
-            self.failure = "too many trials"
-            return False
+        self.failure = "too many trials" if self._count > _TRIALS else self._mismatch(choices, vocabulary, leftovers)
+        return not self.failure
+
+    def _mismatch(self, choices: Sequence[Proposal], vocabulary: bool, leftovers: bool) -> str:
         try:
             plan = self.plan(choices, vocabulary, leftovers)
-            self.failure = _unused_shard(plan, self.twin, {path for _, rules in choices for path in rules})
-            if self.failure:
-                return False
+            if unused := _unused_shard(plan, self.twin, choices):
+                return unused
             probes = comparable_probes(self.twin, plan)
-            results = on_each_rank(self.twin.model, plan, lambda share: _outputs(share, probes))
+            results = on_each_rank(self.twin.model, plan, lambda share: [probe.run_in(share) for probe in probes])
         except Exception as error:  # a wrong rule may fail anywhere in the modelling code
-            raise_if_of_handler(error)
-            self.failure = in_short(error)
-            return False
+            return failure_of(error)
         expected = [probe.expected for probe in probes]
-        for outputs in results:
-            if not all(equal(got, want, self.twin.tolerance) for got, want in zip(outputs, expected, strict=True)):
-                self.failure = "its outputs differ"
-                return False
-        return True
+        pairs = (pair for outputs in results for pair in zip(outputs, expected, strict=True))
+        return "" if all(equal(*pair, self.twin.tolerance) for pair in pairs) else "its outputs differ"
 
     def objection(self) -> str:
-        base = self.base
-        if not self.match([], base.vocabulary, base.leftovers):
-            return self.failure
-        prompt = self.prompt()
-        same = prompt is None or self.same_tokens([], base.vocabulary, *prompt)
-        return "" if same else self.failure
+        vocabulary, leftovers = self.base.vocabulary, self.base.leftovers
+        holds = self.match([], vocabulary, leftovers) and self.same_tokens([], vocabulary)
+        return "" if holds else self.failure
 
-    def has_unused_shard(self, choices: Sequence[Choice], vocabulary: bool) -> bool:
-        plan = self.plan(choices, vocabulary)
-        return bool(_unused_shard(plan, self.twin, {path for _, rules in choices for path in rules}))
+    def has_unused_shard(self, choices: Sequence[Proposal], vocabulary: bool) -> bool:
+        return bool(_unused_shard(self.plan(choices, vocabulary), self.twin, choices))
 
+    @functools.cached_property
     def prompt(self) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
         """Return inputs for `generate` and the outputs of the whole twin; None if the twin cannot generate.
 
@@ -100,8 +89,8 @@ class Trials:
         """
         if not self.twin.runs_whole or not self.twin.model.can_generate():
             return None
-        probe = self.twin.probes[0]
-        inputs = {name: value for name, value in probe.inputs.items() if not name.startswith("decoder_")}
+        forward_inputs = self.twin.probes[0].inputs
+        inputs = {name: value for name, value in forward_inputs.items() if not name.startswith("decoder_")}
         try:
             with OwnDraws(0) as draws:
                 outputs = _generate(sharing_copy(self.twin.model), inputs)
@@ -112,28 +101,29 @@ class Trials:
                     self.failure = "its greedy tokens are random"
                     return None
         except Exception as error:  # `generate` may need more inputs than the forward
-            raise_if_of_handler(error)
-            self.failure = in_short(error)
+            self.failure = failure_of(error)
             return None
         return inputs, outputs
 
-    def same_tokens(
-        self, choices: Sequence[Choice], vocabulary: bool, inputs: dict[str, Any], wanted: list[torch.Tensor]
-    ) -> bool:
-        """Return whether the sharded twin generates the same six tokens as the whole twin, greedily. Sets `failure`."""
+    def same_tokens(self, choices: Sequence[Proposal], vocabulary: bool) -> bool:
+        """Return whether the sharded twin generates the same six tokens as the whole twin, greedily. Sets `failure`.
+
+        True if the twin cannot generate.
+        """
+        if self.prompt is None:
+            return True
+        inputs, wanted = self.prompt
         try:
             plan = self.plan(choices, vocabulary)
             results = on_each_rank(self.twin.model, plan, lambda share: _generate(share, inputs))
         except Exception as error:  # a wrong rule may fail anywhere in the modelling code
-            raise_if_of_handler(error)
-            self.failure = in_short(error)
+            self.failure = failure_of(error)
             return False
         self.failure = "its tokens differ"
         return all(equal(got, wanted, self.twin.tolerance) for got in results)
 
-    def plan(self, choices: Sequence[Choice], vocabulary: bool, leftovers: bool = False) -> ShardPlan:
-        policies = policies_of((proposal.block, rules) for proposal, rules in choices)
-        base = self.base
+    def plan(self, choices: Sequence[Proposal], vocabulary: bool, leftovers: bool = False) -> ShardPlan:
+        policies, base = policies_of(choices), self.base
         selection = Selection((*base.policies, *policies), "inferred", vocabulary, leftovers, base.customs, proven=True)
         return build_plan(self.twin.model, self.world_size, selection, exhaustive=True, parts=self.parts)
 
@@ -160,15 +150,9 @@ def comparable_probes(twin: Twin, plan: ShardPlan) -> list[TwinProbe]:
 
 def unproven_rules(plan: ShardPlan, twin: Twin) -> list[str]:
     """Return the rules whose tensors do not influence the outputs, so that a trial proves nothing about the rules."""
-    reached: dict[str, bool] = {}
-    for tensor in plan.stored():
-        if not tensor.is_replicated and not tensor.is_buffer:
-            reached[tensor.rule] = reached.get(tensor.rule, False) or tensor.name in twin.gradients
-    return [rule for rule, is_reached in reached.items() if not is_reached]
-
-
-def _outputs(share: nn.Module, probes: Sequence[TwinProbe]) -> list[list[torch.Tensor]]:
-    return [run(share.get_submodule(probe.path), probe.inputs) for probe in probes]
+    sharded = [tensor for tensor in plan.stored() if not tensor.is_replicated and not tensor.is_buffer]
+    reached = {tensor.rule for tensor in sharded if tensor.name in twin.gradients}
+    return [tensor.rule for tensor in sharded if tensor.rule not in reached]
 
 
 def _generate(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
@@ -177,12 +161,13 @@ def _generate(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
     return [gathered(tensor) for tensor in tensors(output)]  # all ranks must gather at the same time
 
 
-def _unused_shard(plan: ShardPlan, twin: Twin, paths: set[str]) -> str:
+def _unused_shard(plan: ShardPlan, twin: Twin, choices: Sequence[Proposal]) -> str:
     """Return a text about the first shard of an inferred rule on which no output depends; "" without such a shard.
 
     All blocks of a class compute the same function. So outputs need to depend on the shard in one block only; in other
     blocks a router may leave out experts.
     """
+    paths = {path for choice in choices for path in choice.rules}
     same_rule: dict[tuple[str, str], list[TensorPlan]] = {}
     for tensor in plan.stored():
         if tensor.is_replicated or tensor.is_buffer or tensor.rule == "vocabulary":

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from parallelformers_ng.sharding.own_heads import gathered
 from parallelformers_ng.sharding.structure import tensors
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 
 @dataclass
@@ -22,6 +23,9 @@ class TwinProbe:
     path: str  # dotted path of the part; "" for the whole model
     inputs: dict[str, Any]  # keyword arguments of the part's forward
     expected: list[torch.Tensor]  # tensors of the part's output
+
+    def run_in(self, model: nn.Module, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+        return run(model.get_submodule(self.path), self.inputs, dtype)
 
 
 @dataclass
@@ -50,8 +54,12 @@ class Twin:
         return 1e-6 if next(self.model.parameters()).dtype == torch.float64 else 1e-4
 
 
-def in_short(error: Exception) -> str:
-    """Return the class of an error of modelling code, and at most 200 characters of the first line of its message."""
+def failure_of(error: Exception) -> str:
+    """Return the class of an error of modelling code, and at most 200 characters of the first line of its message.
+
+    An exception of a signal handler of the program is raised again.
+    """
+    raise_if_of_handler(error)
     return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
 
 

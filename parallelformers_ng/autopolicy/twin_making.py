@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import copy
-import json
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from parallelformers_ng.autopolicy.candidate_inputs import candidate_inputs
-from parallelformers_ng.autopolicy.config_numbers import long_tables, shapes_of
-from parallelformers_ng.autopolicy.layer_kinds import absent_kinds
+from parallelformers_ng.autopolicy.config_numbers import absent_kinds, long_tables, shapes_of
 from parallelformers_ng.autopolicy.live_edits import LiveEdits
 from parallelformers_ng.autopolicy.own_draws import OwnDraws
 from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
 from parallelformers_ng.autopolicy.shrink_trial import shrink_by_trial
-from parallelformers_ng.autopolicy.twin import Twin, in_short
+from parallelformers_ng.autopolicy.twin import Twin, failure_of
 from parallelformers_ng.autopolicy.twin_observation import DRAWS, observe, observe_single_layers
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.live_code.replaced import built_on_meta
@@ -44,10 +43,11 @@ _SHRINKS: Sequence[Shrinking] = (
 )
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()  # the caller may have switched gradients off
 def make_twin(
     cls: type[PreTrainedModel],
     config: PreTrainedConfig,
-    attention: str | None = None,
     seed: int = 0,
     layers: int = Shrinking.layers,
     edits: LiveEdits | None = None,
@@ -61,30 +61,24 @@ def make_twin(
     best: Twin | None = None
     end = time.thread_time() + _SECONDS
     least = first_choice(cls, config, layers)
-    for model in _models(cls, config, attention, seed, least, failures):
+    for model in _models(cls, config, seed, least, failures):
         if edits:
             edits.apply(model)
             randomise(model, seed)
         try:
             twin = observe(model, seed + 1)
         except Exception as error:  # modelling code may raise any exception if the model is too small
-            raise_if_of_handler(error)
-            failures.append(in_short(error))
+            failures.append(failure_of(error))
             continue
-        if twin.runs_whole:
-            best = twin
-            break
-        if best is None or len(twin.gradients) > len(best.gradients):
+        if best is None or twin.runs_whole or len(twin.gradients) > len(best.gradients):
             best = twin
         # A larger copy would draw random numbers, too; a copy that draws a random length might run forever.
-        if time.thread_time() > end or twin.unreached.startswith(DRAWS):
+        if twin.runs_whole or time.thread_time() > end or twin.unreached.startswith(DRAWS):
             break
-    if best is not None:
-        best = observe_single_layers(best, seed + 1)
-    if best is None or not best.probes:
-        reason = [*failures, best.unreached[:300] if best else "", "still too large"]
-        raise UnsupportedModelError(f"no tiny twin of {cls.__name__}: {next(filter(None, reason))}")
-    return best
+    if best is not None and observe_single_layers(best, seed + 1).probes:
+        return best
+    reasons = [*failures, best.unreached[:300] if best else "", "still too large"]
+    raise UnsupportedModelError(f"no tiny twin of {cls.__name__}: {next(filter(None, reasons))}")
 
 
 def first_choice(cls: type[PreTrainedModel], config: PreTrainedConfig, layers: int = Shrinking.layers) -> Shrinking:
@@ -122,35 +116,32 @@ def _sizes_follow_windows(cls: type[PreTrainedModel], config: PreTrainedConfig, 
 def _models(
     cls: type[PreTrainedModel],
     config: PreTrainedConfig,
-    attention: str | None,
     seed: int,
     least: Shrinking,
     failures: list[str],
 ) -> Iterator[PreTrainedModel]:
     """Yield small random models, the best size first; add the reasons of failed builds to `failures`."""
     waiting: Sequence[Shrinking] = _SHRINKS
-    seen: set[str] = set()
+    seen: list[dict[str, Any]] = []
     for largest in (_COMFORTABLE, _LARGEST):
         too_large = []
         for shrinking in waiting:
             try:
                 small = shrink(config, replace(shrinking, layers=least.layers, shapes=least.shapes))
-                shape = json.dumps(small.to_dict(), sort_keys=True, default=str)
-                if shape in seen:
+                if small.to_dict() in seen:
                     continue
-                model = build_tiny(cls, small, attention, seed, largest)
+                model = build_tiny(cls, small, seed, largest)
             except Exception as error:  # modelling code that refuses this size may accept the next size
-                raise_if_of_handler(error)
-                failures.append(in_short(error))
+                failures.append(failure_of(error))
                 continue
             if model is None:
                 too_large.append(shrinking)
-                continue
-            seen.add(shape)
-            yield model
+            else:
+                seen.append(small.to_dict())
+                yield model
         waiting = too_large
         if not seen and (small_config := _by_trial(cls, config, least)) is not None:
-            model = build_tiny(cls, small_config, attention, seed, largest)
+            model = build_tiny(cls, small_config, seed, largest)
             if model is not None:
                 yield model
 
@@ -161,7 +152,7 @@ def _by_trial(cls: type[PreTrainedModel], config: PreTrainedConfig, least: Shrin
 
     def weigh(smaller: PreTrainedConfig) -> int | None:
         skeleton = built_on_meta(cls, smaller)
-        return None if skeleton is None else sum(parameter.numel() for parameter in skeleton.parameters())
+        return None if skeleton is None else _size(skeleton)
 
     def runs(smaller: PreTrainedConfig) -> bool:
         skeleton = built_on_meta(cls, smaller)
@@ -196,7 +187,6 @@ def _accepted_on_meta(skeleton: PreTrainedModel, only: int | None = None) -> int
 def build_tiny(
     cls: type[PreTrainedModel],
     config: PreTrainedConfig,
-    attention: str | None = None,
     seed: int = 0,
     largest: int = _LARGEST,
 ) -> PreTrainedModel | None:
@@ -205,21 +195,17 @@ def build_tiny(
     The caller's random streams stay unchanged. The function passes on exceptions of modelling code that refuses the
     configuration.
     """
-    options = {"attn_implementation": attention} if attention else {}
-    try:
-        with torch.device("meta"):
-            skeleton = cls._from_config(copy.deepcopy(config), **options)
-    except ValueError:  # a part of the model does not know this implementation, so each part uses its default
-        options = {}
-        with torch.device("meta"):
-            skeleton = cls._from_config(copy.deepcopy(config))
-    if sum(p.numel() for p in skeleton.parameters()) > largest:
-        return None
-    with OwnDraws(seed), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = cls._from_config(copy.deepcopy(config), **options)
+    with torch.device("meta"):
+        if _size(cls._from_config(copy.deepcopy(config))) > largest:
+            return None
+    with OwnDraws(seed), warnings.catch_warnings(action="ignore"):
+        model = cls._from_config(copy.deepcopy(config))
     randomise(model, seed)
     return model.eval()
+
+
+def _size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def randomise(model: nn.Module, seed: int = 0) -> None:

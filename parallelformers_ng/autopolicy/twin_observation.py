@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from parallelformers_ng.autopolicy.candidate_inputs import candidate_inputs
 from parallelformers_ng.autopolicy.own_draws import OwnDraws
-from parallelformers_ng.autopolicy.single_layers import single_layers
-from parallelformers_ng.autopolicy.twin import Twin, TwinProbe, equal, in_short, run, sharing_copy
-from parallelformers_ng.sharding.structure import dotted, traced_calls
-from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
+from parallelformers_ng.autopolicy.twin import Twin, TwinProbe, equal, failure_of, run, sharing_copy
+from parallelformers_ng.sharding.experts import has_experts_interface
+from parallelformers_ng.sharding.layer_uses import is_only_called, reads_parameters
+from parallelformers_ng.sharding.structure import dotted, traced_calls, uses
 
 DRAWS = "its forward draws random numbers: two runs differ"
+_ROWS = 6  # rows of the inputs of a single layer
 _SECONDS = 4.0  # seconds of processor time after which each part is tried only on the first inputs
 
 
@@ -100,8 +102,7 @@ class _Observer:
             with OwnDraws(1), torch.no_grad():
                 again = run(part, inputs)
         except Exception as error:  # modelling code may raise any exception on inputs that it refuses
-            raise_if_of_handler(error)
-            return in_short(error)
+            return failure_of(error)
         floats = [o for o in outputs if o.is_floating_point()]
         if not floats or not any(o.isfinite().any() and o.numel() for o in floats):
             return "its outputs are not numbers"
@@ -137,3 +138,44 @@ def _differentiate(
             if bool(slope.any()):
                 full_name = dotted(path, name)
                 gradients[full_name] = slope + gradients.get(full_name, torch.zeros(()))
+
+
+def single_layers(model: nn.Module, reached: set[str], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield path and inputs of layers that no inputs of the model reach, for a probe of each layer alone.
+
+    A layer qualifies only if the modelling code does nothing with the layer except calls (`sharding/layer_uses.py`).
+    With gathered outputs, such a column-parallel layer has the same outputs as a whole layer in every model.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    used = uses(model)
+    for path, module in model.named_modules():
+        if path in reached or any(used[id(p)] > 1 for p in module._parameters.values() if p is not None):
+            continue
+        inputs = _inputs(module, generator)
+        if inputs is None:
+            continue
+        if is_only_called(model, path) or (has_experts_interface(module) and not reads_parameters(model, path)):
+            yield path, inputs
+
+
+def _inputs(module: Any, generator: torch.Generator) -> dict[str, Any] | None:
+    """Return inputs for a layer of a known class; None for any other class, also for subclasses of known classes."""
+    if type(module) is nn.Linear:
+        return {"input": _randn(_ROWS, module.in_features, module.weight, generator)}
+    if type(module) is Conv1D:
+        return {"x": _randn(_ROWS, module.nx, module.weight, generator)}
+    if type(module) is nn.Embedding and module.max_norm is None:
+        return {"input": torch.randint(0, module.num_embeddings, (_ROWS,), generator=generator)}
+    if has_experts_interface(module):
+        down = module.down_proj
+        width = down.shape[2] if getattr(module, "is_transposed", False) else down.shape[1]
+        return {
+            "hidden_states": _randn(_ROWS, width, down, generator),
+            "top_k_index": torch.randint(0, down.shape[0], (_ROWS, 2), generator=generator),
+            "top_k_weights": torch.rand(_ROWS, 2, generator=generator).to(down.dtype),
+        }
+    return None
+
+
+def _randn(rows: int, width: int, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(rows, width, generator=generator, dtype=torch.float64).to(like.dtype)

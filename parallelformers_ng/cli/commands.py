@@ -120,7 +120,7 @@ def health(options: argparse.Namespace) -> int:
 
 
 def _custom(options: argparse.Namespace) -> Any:
-    from parallelformers_ng.sharding.policy_file import policies_of_file
+    from parallelformers_ng.sharding.policy_registry import policies_of_file
 
     return None if options.policy is None else policies_of_file(options.policy)
 

@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
-from transformers.utils.generic import GeneralInterface
 
 from parallelformers_ng.live_code.content import digest, original
-from parallelformers_ng.live_code.holders import value_in
+from parallelformers_ng.live_code.holders import table_of, value_in
 from parallelformers_ng.live_code.packing import CodeChanges, Digests
 from parallelformers_ng.live_code.reach import Slot, module_of, package_named_in, reach, scopes_of
 from parallelformers_ng.origins import CORE, package_of
@@ -189,14 +188,11 @@ def _put(holder: Any, key: str, value: Any) -> None:
     if isinstance(holder, type):
         delattr(holder, key) if value is _NOTHING else setattr(holder, key, value)
         return
-    tables = [holder]
-    if isinstance(holder, GeneralInterface):
-        tables = [type(holder)._global_mapping, *([holder._local_mapping] if key in holder._local_mapping else ())]
-    for table in tables:
-        if value is _NOTHING:
-            table.pop(key, None)
-        else:
-            table[key] = value
+    table = table_of(holder, key)
+    if value is _NOTHING:
+        table.pop(key, None)
+    else:
+        table[key] = value
 
 
 def _put_by_value(

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import gc
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers.utils.generic import GeneralInterface
 
+from parallelformers_ng.live_code.object_graph import is_same
+
+_MISSING = object()
+
+
+def table_of(holder: Any, key: str) -> dict[str, Any]:
+    """The dictionary of a class (without its bases), of a module's globals or of a registry that has a name."""
+    if isinstance(holder, type):
+        table: dict[str, Any] = gc.get_referents(vars(holder))[0]  # a mapping proxy is slower to read
+        return table
+    if isinstance(holder, GeneralInterface):
+        return holder._local_mapping if key in holder._local_mapping else type(holder)._global_mapping
+    return holder
+
 
 def value_in(holder: Any, key: str, default: Any = None) -> Any:
-    """The value of a name in a class (without its bases), in a module's globals or in a registry."""
-    if isinstance(holder, type):
-        return vars(holder).get(key, default)
-    if isinstance(holder, GeneralInterface):
-        return holder._local_mapping.get(key, type(holder)._global_mapping.get(key, default))
-    return dict.get(holder, key, default)
+    return dict.get(table_of(holder, key), key, default)
 
 
 def entries_of(registry: Any) -> list[tuple[Any, Any]]:
@@ -27,8 +38,34 @@ def entries_of(registry: Any) -> list[tuple[Any, Any]]:
     return [*dict.items(registry)]
 
 
-def size_of(holder: Any) -> int:
-    """Number of names in a class, in a module's globals or in a registry."""
-    if isinstance(holder, type):
-        return len(vars(holder))
-    return len(entries_of(holder)) if isinstance(holder, GeneralInterface) else dict.__len__(holder)
+@dataclass
+class NamedValues:
+    """Names of a class, of a module or of a registry, and their values when the watch began.
+
+    Attributes:
+        items: the names and their present values.
+        owner: the class that has the names.
+        values: the watched names and their first values.
+        size: number of names, if it must stay; otherwise -1.
+    """
+
+    items: dict[str, Any]
+    owner: type | None
+    values: dict[str, Any] = field(default_factory=dict)
+    size: int = -1
+
+    def hold(self, values: dict[str, Any]) -> None:
+        self.values |= values
+        self.size = len(self.items)
+
+    def holds(self) -> bool:
+        same = all(is_same(self.items.get(key, _MISSING), value) for key, value in self.values.items())
+        return same and self.size in (-1, len(self.items))
+
+
+class Tables(dict[int, NamedValues]):
+    """Names and values of several holders: id of a dictionary → its names."""
+
+    def of(self, holder: Any, key: str = "") -> NamedValues:
+        items = table_of(holder, key)
+        return self.setdefault(id(items), NamedValues(items, holder if isinstance(holder, type) else None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections.abc import Collection, Iterable
@@ -40,7 +41,7 @@ _MAX_ENTRIES = 200
 _OF_NO_CODE = (*PLAIN, torch.Tensor, nn.Module)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Slot:
     """A place where code is looked up by name, and its value.
 
@@ -57,6 +58,11 @@ class Slot:
     key: str
     value: Any
     of_step: bool
+
+    @functools.cached_property
+    def functions(self) -> tuple[types.FunctionType, ...]:
+        """The Python functions that run if the value is called or read."""
+        return tuple(functions_in(self.value))
 
 
 def reach(
@@ -110,12 +116,10 @@ class _Walk:
         self._functions: set[types.FunctionType] = set()
         self._registries: set[int] = set()
         self._known_classes: set[type] = set()
-        self._pending: list[tuple[type | None, str, Any]] = []
+        self._pending = [*functions]
         self._of_step = True
         for cls in self.classes:
             self._add(cls)
-        for function in functions:
-            self._pending.append((None, "", function))
 
     def follow(self, names: Iterable[str], of_step: bool) -> None:
         """Add the places that methods of these names reach."""
@@ -123,9 +127,7 @@ class _Walk:
         for name in names:
             self._name(name)
         while self._pending:
-            owner, name, value = self._pending.pop()
-            if owner is not None:
-                self._note(f"{owner.__module__}:{owner.__qualname__}.{name}", owner, name, value)
+            value = self._pending.pop()
             if isinstance(value, type):
                 self._add(value)
             elif not is_library(type(value).__module__):
@@ -137,7 +139,7 @@ class _Walk:
             for part in _contents(value):
                 if id(part) not in self._known and not isinstance(part, _OF_NO_CODE) and len(self._known) < _MAX_PARTS:
                     self._known.add(id(part))
-                    self._pending.append((None, "", part))
+                    self._pending.append(part)
 
     def _add(self, cls: type) -> None:
         """Register the methods of a class by name."""
@@ -159,12 +161,13 @@ class _Walk:
                     continue
                 self._methods.setdefault(name, []).append(base)
                 if name in self._named:
-                    self._pending.append((base, name, value))
+                    self._note_method(base, name)
 
     def _name(self, name: str) -> None:
         if name not in self._named:
             self._named.add(name)
-            self._pending.extend((owner, name, vars(owner)[name]) for owner in self._methods.get(name, ()))
+            for owner in self._methods.get(name, ()):
+                self._note_method(owner, name)
 
     def _read(self, function: types.FunctionType) -> None:
         scope = function.__globals__
@@ -182,7 +185,6 @@ class _Walk:
         for name in (read - names) & scope.keys():  # globals()["NAME"]
             if not callable(scope[name]) and not isinstance(scope[name], types.ModuleType):
                 self._note(f"{module}:{name}", scope, name, scope[name])
-                self._pending.append((None, name, scope[name]))
         for name in names:
             self._name(name)
             self._read_method_of_tensors(name)
@@ -197,14 +199,12 @@ class _Walk:
                 self._note(f"{module}:{name}", scope, name, value)
             if isinstance(value, (GeneralInterface, dict)):
                 self._read_registry(f"{module}:{name}", value)
-            self._pending.append((None, name, value))
 
     def _read_method_of_tensors(self, name: str) -> None:
         """Record a method that the program has added to `torch.Tensor`."""
         method = vars(torch.Tensor).get(name)
         if isinstance(method, types.FunctionType) and package_of(method) != "torch":
             self._note(f"torch:Tensor.{name}", torch.Tensor, name, method)
-            self._pending.append((None, name, method))
 
     def _read_module(
         self,
@@ -232,7 +232,6 @@ class _Walk:
                 callable(value) and not is_module and not isinstance(value, type)
             ):
                 self._note(f"{module.__name__}:{name}", vars(module), name, value)
-                self._pending.append((None, name, value))
 
     def _read_registry(self, place: str, registry: Any) -> None:
         """Record the functions of a registry, for example transformers' attention functions."""
@@ -243,12 +242,17 @@ class _Walk:
             if isinstance(value, type) and value.__module__ == _CACHES:
                 self._add(value)
             if isinstance(key, str) and callable(value) and not isinstance(value, type):
-                self._note(f"{place}[{key}]", registry, key, value)
-                if isinstance(registry, GeneralInterface) and (self._attentions is None or key in self._attentions):
-                    self._pending.append((None, key, value))
+                is_named = self._attentions is None or key in self._attentions
+                self._note(f"{place}[{key}]", registry, key, value, isinstance(registry, GeneralInterface) and is_named)
 
-    def _note(self, place: str, holder: Any, key: str, value: Any) -> None:
+    def _note_method(self, owner: type, name: str) -> None:
+        self._note(f"{owner.__module__}:{owner.__qualname__}.{name}", owner, name, vars(owner)[name])
+
+    def _note(self, place: str, holder: Any, key: str, value: Any, is_followed: bool = True) -> None:
+        """Record a place, and follow the code of its value."""
         self.slots.setdefault(place, Slot(place, holder, key, value, self._of_step))
+        if is_followed:
+            self._pending.append(value)
 
 
 def module_of(place: str) -> str:

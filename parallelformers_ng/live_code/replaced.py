@@ -51,11 +51,11 @@ def replaced_modules(model: nn.Module) -> dict[str, str]:
     modules |= _unexpected(model)
     if not modules or not isinstance(model, PreTrainedModel):
         return {}
-    built = {path: parametrize.type_before_parametrizations(module) for path, module in built_modules(model).items()}
+    class_of, built = parametrize.type_before_parametrizations, built_modules(model)
     return {
         path: f"the program put a {type(module).__name__} there"
         for path, module in modules.items()
-        if built and built.get(path) is not parametrize.type_before_parametrizations(module)
+        if built and (path not in built or class_of(built[path]) is not class_of(module))
     }
 
 

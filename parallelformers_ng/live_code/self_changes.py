@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Iterator
 
@@ -51,15 +52,11 @@ def _own_functions(module: nn.Module, known: dict[type, list[types.FunctionType]
             continue
         if base not in known:
             members = (value for name, value in vars(base).items() if name not in _NOT_OF_CALLS)
-            known[base] = [each for value in members for each in functions_in(value) if _is_own(each)]
+            known[base] = [each for value in members for each in functions_in(value) if not is_known(each)]
         yield from known[base]
     for value in vars(module).values():
         if isinstance(value, (types.FunctionType, types.MethodType)):
-            yield from filter(_is_own, functions_in(value))
-
-
-def _is_own(function: types.FunctionType) -> bool:
-    return not is_known(function)
+            yield from itertools.filterfalse(is_known, functions_in(value))
 
 
 def _changes_first_argument(code: types.CodeType) -> bool:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from transformers.utils.generic import GeneralInterface
 
 from parallelformers_ng.live_code.functions import functions_in, names_in, words_in
-from parallelformers_ng.live_code.holders import size_of, value_in
+from parallelformers_ng.live_code.holders import Tables
 from parallelformers_ng.live_code.reach import STEP, Slot, package_named_in, reach
 from parallelformers_ng.live_code.replaced import PLAIN_LAYERS, is_torch_function_put_there, replaced_modules
 from parallelformers_ng.origins import KNOWN, is_known
@@ -29,16 +30,9 @@ def foreign_modules(model: nn.Module) -> dict[str, str]:
     Foreign code is a class of the program, or a function that the program replaced: on the class, on the module, or in
     a global variable that the code names. Hooks of accelerate, which replace `forward` on modules, are not foreign.
     """
-    foreign: dict[str, str] = {}
-    of_classes: dict[type, str] = {}
-    for path, module in model.named_modules():
-        cls = type(module)
-        if cls not in of_classes:
-            of_classes[cls] = foreign_class(cls)
-        reason = _foreign_on_module(module) or of_classes[cls]
-        if reason:
-            foreign[path] = reason
-    return {**foreign, **replaced_modules(model)}
+    of_classes = {cls: foreign_class(cls) for cls in set(map(type, model.modules()))}
+    reasons = {path: _foreign_on_module(each) or of_classes[type(each)] for path, each in model.named_modules()}
+    return {path: reason for path, reason in reasons.items() if reason} | replaced_modules(model)
 
 
 def foreign_layer(module: nn.Module) -> str:
@@ -67,25 +61,21 @@ def foreign_layer(module: nn.Module) -> str:
 
 def tensor_of_own_class(model: nn.Module) -> tuple[str, str]:
     """Name and class name of the first parameter or buffer whose class, of the program, overrides torch functions."""
+    overriding = {"__torch_function__", "__torch_dispatch__"}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        for base in type(tensor).__mro__:
-            own = {"__torch_function__", "__torch_dispatch__"} & vars(base).keys()
-            if own and not is_known(base):
-                return name, type(tensor).__name__
+        if any(overriding & vars(base).keys() and not is_known(base) for base in type(tensor).__mro__):
+            return name, type(tensor).__name__
     return "", ""
 
 
 def names_of(module: nn.Module) -> set[str]:
     """Names that occur in the program's code on a module and on its class."""
-    return _names_in([vars(module).get("forward")]) | names_of_class(type(module))
+    return names_of_class(type(module), vars(module).get("forward"))
 
 
-def names_of_class(cls: type) -> set[str]:
-    """Names that occur in the program's code on a class and its bases."""
-    return _names_in(value for base in cls.__mro__ for value in vars(base).values())
-
-
-def _names_in(values: Iterable[Any]) -> set[str]:
+def names_of_class(cls: type, *functions: Any) -> set[str]:
+    """Names that occur in the program's code on a class and its bases, and in further functions."""
+    values = (*functions, *(value for base in cls.__mro__ for value in vars(base).values()))
     return {name for function in _functions_of_program(values) for name in names_in(function.__code__)}
 
 
@@ -95,7 +85,7 @@ def words_of_program(values: Iterable[Any]) -> set[str]:
 
 
 def _functions_of_program(values: Iterable[Any]) -> Iterator[types.FunctionType]:
-    yield from (each for value in values for each in functions_in(value) if not _is_of_library(each))
+    return (each for value in values for each in functions_in(value) if not _is_of_library(each))
 
 
 def is_stock(slot: Slot) -> bool:
@@ -103,7 +93,7 @@ def is_stock(slot: Slot) -> bool:
     value = slot.value
     if isinstance(value, type):
         return is_known(value)
-    functions = [*functions_in(value)]
+    functions = slot.functions
     if not functions:
         return not callable(value) or is_known(type(value))
     if not all(map(_is_of_library, functions)):
@@ -135,17 +125,14 @@ def functions_of(module: nn.Module) -> dict[str, Any]:
             continue
         if name == "forward":
             value = _without_accelerate(module, value)
-            own = set(map(id, functions_in(type(module).forward)))
-            functions = [*functions_in(value)]
-            if value is not None and not (functions and set(map(id, functions)) <= own):
+            functions, own = set(functions_in(value)), set(functions_in(type(module).forward))
+            if value is not None and not (functions and functions <= own):
                 program_functions[name] = value
-        elif callable(value) and not isinstance(value, type) and _is_put_there(module, value):
+        elif not callable(value) or isinstance(value, type):
+            continue
+        elif is_code_of_program(value) or is_torch_function_put_there(module, value):
             program_functions[name] = value
     return program_functions
-
-
-def _is_put_there(module: nn.Module, function: Any) -> bool:
-    return is_code_of_program(function) or is_torch_function_put_there(module, function)
 
 
 def _foreign_on_module(module: nn.Module) -> str:
@@ -162,25 +149,8 @@ def _without_accelerate(module: nn.Module, forward: Any) -> Any:
     return None if function is type(module).forward else before
 
 
-class _Decided:
-    """The places that decided an answer, and the numbers of names in the classes, globals and registries of the places.
-
-    A new name may be a method that hides an inherited one, or an attention function.
-    """
-
-    def __init__(self, slots: Iterable[Slot]) -> None:
-        self._values = [(slot.holder, slot.key, slot.value) for slot in slots]
-        holders = {id(holder): holder for holder, _, _ in self._values}
-        self._sizes = [(holder, size_of(holder)) for holder in (*holders.values(), torch.Tensor)]
-
-    def holds(self) -> bool:
-        return all(size_of(holder) == size for holder, size in self._sizes) and all(
-            value_in(holder, key, _MISSING) is value for holder, key, value in self._values
-        )
-
-
-_MISSING = object()
-_OF_CLASS: weakref.WeakKeyDictionary[type, tuple[_Decided, str]] = weakref.WeakKeyDictionary()
+# Class → what decided the answer of `foreign_class`, and the answer.
+_OF_CLASS: weakref.WeakKeyDictionary[type, tuple[Tables, str]] = weakref.WeakKeyDictionary()
 
 
 def foreign_class(cls: type) -> str:
@@ -189,13 +159,19 @@ def foreign_class(cls: type) -> str:
     The answer is cached until the program replaces a value that decided the answer, or adds a name beside one.
     """
     known = _OF_CLASS.get(cls)
-    if known is not None and known[0].holds():
+    if known is not None and all(table.holds() for table in known[0].values()):
         return known[1]
     slots = [slot for slot in reach([cls]).values() if slot.of_step]
     reason = next((f"{slot.place.partition(':')[2]} is not the library's" for slot in slots if not is_stock(slot)), "")
     if not is_known(cls) and type(cls) is type and not _only_inherits(cls):
         reason = reason or f"{cls.__qualname__} is a class of the program"
-    _OF_CLASS[cls] = _Decided(slots), reason
+    decided = Tables()
+    for slot in slots:
+        decided.of(slot.holder, slot.key).hold({slot.key: slot.value})
+        if isinstance(slot.holder, GeneralInterface):
+            decided.of(slot.holder._local_mapping).hold({})
+    decided.of(torch.Tensor).hold({})  # a new name may be a method that hides an inherited one
+    _OF_CLASS[cls] = decided, reason
     return reason
 
 

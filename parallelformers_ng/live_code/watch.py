@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copyreg
-import gc
 import operator
 import types
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from transformers.utils.generic import GeneralInterface
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.live_code.content import digest, instructions
 from parallelformers_ng.live_code.functions import functions_in
-from parallelformers_ng.live_code.object_graph import is_same
+from parallelformers_ng.live_code.holders import Tables
 from parallelformers_ng.live_code.reach import STEP, Slot, module_of
 from parallelformers_ng.live_code.state import State
 from parallelformers_ng.origins import is_known, is_library
@@ -31,34 +29,6 @@ except ImportError:  # installed without a compiler
 
     def have_parts(functions: tuple[types.FunctionType, ...], parts: tuple[Any, ...], /) -> bool:
         return all(map(operator.is_, parts, _parts_of(functions)))
-
-
-@dataclass
-class _NamedValues:
-    """Names of a class, of a module or of a registry, and their values when the watch began.
-
-    Attributes:
-        items: the names and their present values.
-        owner: the class that has the names.
-        values: the watched names and their first values.
-        size: number of names, if it must stay; otherwise -1.
-    """
-
-    items: dict[str, Any]
-    owner: type | None
-    values: dict[str, Any] = field(default_factory=dict)
-    size: int = -1
-
-    def hold(self, values: dict[str, Any]) -> None:
-        self.values |= values
-        self.size = len(self.items)
-
-    def holds(self) -> bool:
-        same = all(is_same(self.items.get(key, _MISSING), value) for key, value in self.values.items())
-        return same and self.size in (-1, len(self.items))
-
-
-_MISSING = object()
 
 
 class CodeWatch:
@@ -75,31 +45,26 @@ class CodeWatch:
     ) -> None:
         self._states = tuple(states)
         slots = list(slots)
-        values = (*(slot.value for slot in slots), *functions)
-        self._functions = tuple({id(part): part for value in values for part in functions_in(value)}.values())
+        further = (part for function in functions for part in functions_in(function))
+        self._functions = tuple(dict.fromkeys((*(part for slot in slots for part in slot.functions), *further)))
         self._parts = tuple(_parts_of(self._functions))
-        tables: dict[int, _NamedValues] = {}
-
-        def table_of(holder: Any, key: str = "") -> _NamedValues:
-            items = _items_of(holder, key)
-            return tables.setdefault(id(items), _NamedValues(items, holder if isinstance(holder, type) else None))
-
+        tables = Tables()
         self._attributes = [(f, dict(vars(f))) for f in self._functions if not is_library(f.__globals__["__name__"])]
         for function, attributes in self._attributes:
-            table_of(vars(function)).hold(attributes)
+            tables.of(vars(function)).hold(attributes)
         for slot in slots:
-            of_program = not is_library(module_of(slot.place))
-            if isinstance(slot.holder, type) and (of_program or slot.key in STEP):
-                copyreg._slotnames(slot.holder)  # type: ignore[attr-defined]  # pickle would add an attribute to the class later
-            if of_program or (isinstance(slot.holder, type) and slot.key in STEP):
-                table_of(slot.holder).hold({})  # a new name may hide another, or be read by getattr with a default
+            of_program, of_class = not is_library(module_of(slot.place)), isinstance(slot.holder, type)
+            if of_program or (of_class and slot.key in STEP):
+                if of_class:
+                    copyreg._slotnames(slot.holder)  # type: ignore[attr-defined]  # pickle would add an attribute to the class later
+                tables.of(slot.holder).hold({})  # a new name may hide another, or be read by getattr with a default
             if of_program and isinstance(slot.value, types.ModuleType) and not is_library(slot.value.__name__):
-                table_of(vars(slot.value)).hold({})
+                tables.of(vars(slot.value)).hold({})
             if isinstance(slot.holder, GeneralInterface):
-                table_of(slot.holder._local_mapping).hold({})  # a new entry hides one of the class
-            if slot.key in (table := table_of(slot.holder, slot.key)).items:
+                tables.of(slot.holder._local_mapping).hold({})  # a new entry hides one of the class
+            if slot.key in (table := tables.of(slot.holder, slot.key)).items:
                 table.values[slot.key] = slot.value
-        table_of(torch.Tensor).hold({})
+        tables.of(torch.Tensor).hold({})
         self._tables = [*tables.values()]
         columns = (
             (table.items, tuple(table.values), tuple(table.values.values()), table.size, table.owner)
@@ -152,12 +117,3 @@ def refuse_modes() -> None:
                 f"the mode {type(mode).__name__} is active and changes torch functions in this process, but not on the"
                 " workers. Leave the mode before the call, or call deparallelize() first"
             )
-
-
-def _items_of(holder: Any, key: str) -> dict[str, Any]:
-    if isinstance(holder, type):
-        table: dict[str, Any] = gc.get_referents(vars(holder))[0]  # a mapping proxy is slower to read
-        return table
-    if isinstance(holder, GeneralInterface):
-        return holder._local_mapping if key in holder._local_mapping else type(holder)._global_mapping
-    return holder

@@ -22,7 +22,7 @@ from parallelformers_ng.live_code.changes import (
     is_filled_in,
 )
 from parallelformers_ng.live_code.content import digest, is_equal_code
-from parallelformers_ng.live_code.functions import functions_in, names_in
+from parallelformers_ng.live_code.functions import names_in
 from parallelformers_ng.live_code.holders import value_in
 from parallelformers_ng.live_code.object_graph import PLAIN, is_same
 from parallelformers_ng.live_code.packing import CodeChanges, Digests, pack
@@ -73,14 +73,14 @@ class LiveCode:
     def words(self) -> frozenset[str]:
         """The names and strings in the program's code that the model reaches."""
         if self._words[0] != self.count:
-            values = (*(slot.value for slot in self._slots.values()), *self._functions)
-            self._words = self.count, frozenset(words_of_program(values))
+            functions = {function for slot in self._slots.values() for function in slot.functions}
+            self._words = self.count, frozenset(words_of_program((*functions, *self._functions)))
         return self._words[1]
 
     @property
     def names(self) -> frozenset[str]:
         """The names in all code that the model reaches, also in code of libraries."""
-        functions = (function for slot in self._slots.values() for function in functions_in(slot.value))
+        functions = {function for slot in self._slots.values() for function in slot.functions}
         return frozenset().union(*(names_in(function.__code__) for function in functions))
 
     def compare(self, differences: Callable[[Digests], Digests]) -> CodeChanges | None:
@@ -108,8 +108,7 @@ class LiveCode:
     def take_settings(self, model: Any, attributes: Mapping[tuple[str, str], Any], configs: Mapping[str, Any]) -> None:
         """Check that the plan fits new settings, and that ranks have the code of the attention functions they name."""
         with self._lock:
-            attention = getattr(model.config, "_attn_implementation", None)
-            if why := self.check.objection_to_settings(attributes, configs, attention):
+            if why := self.check.objection_to_settings(attributes, configs):
                 names = [f"{path}.{name}" for path, name in attributes]
                 names += [name.removesuffix("_internal") for name in configs]
                 raise _refused(names, f"the plan is not valid for the new value: {why}")
@@ -158,7 +157,7 @@ class LiveCode:
         """Raise ParallelError if code was changed, or a value was deleted, at some places or inside their functions."""
         swapped = {id(f) for watch in (self.step, self.rest) for f in watch.changed_functions()}
         refused = {p for p in changed if any(map(is_code, (slots[p].value, _value_of(slots[p]))))}
-        refused |= {p for p, slot in slots.items() if not swapped.isdisjoint(map(id, functions_in(slot.value)))}
+        refused |= {p for p, slot in slots.items() if not swapped.isdisjoint(map(id, slot.functions))}
         refused |= {p for p, state in self._of_places.items() if state.has_other_code()}
         names = [*map(_in_short, sorted(refused))]
         if swapped and not names:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import nn
 
 from parallelformers_ng.errors import ParallelError
@@ -28,10 +26,10 @@ def tiers_for(model: nn.Module, plan: ShardPlan, budget: Budget | None) -> Tiers
     layers = _layers(model, plan)
     places: list[dict[str, Place]] = []
     for rank, (name, room) in enumerate(budget.devices):
-        sizes = {path: size for path, names in layers.items() if (size := _bytes(plan, names, rank))}
+        sizes = _sizes(plan, layers, rank)
         others = plan.bytes_per_rank[rank] - sum(sizes.values())
         largest = max(sizes.values(), default=0)
-        if others + sum(sizes.values()) <= room:
+        if plan.bytes_per_rank[rank] <= room:
             stays = set(sizes)
         elif others + largest > room:
             raise ParallelError(
@@ -53,7 +51,7 @@ def _leave_to_disk(
 ) -> None:
     """Move layers from RAM to disk, in `places`, until the RAM budget is met; each rank moves the same share."""
     in_ram = [
-        {path: _bytes(plan, layers[path], rank) for path, place in of_rank.items() if place == "cpu"}
+        {path: size for path, size in _sizes(plan, layers, rank).items() if of_rank[path] == "cpu"}
         for rank, of_rank in enumerate(places)
     ]
     total = sum(sum(sizes.values()) for sizes in in_ram)
@@ -78,8 +76,10 @@ def _spread(sizes: dict[str, int], room: int) -> set[str]:
     return stays
 
 
-def _bytes(plan: ShardPlan, names: Iterable[str], rank: int) -> int:
-    return sum(plan.tensors[name].bytes_on(rank) for name in names)
+def _sizes(plan: ShardPlan, layers: dict[str, list[str]], rank: int) -> dict[str, int]:
+    """Return the path of each layer of which a rank has weights → bytes of these weights."""
+    sizes = {path: sum(plan.tensors[name].bytes_on(rank) for name in names) for path, names in layers.items()}
+    return {path: size for path, size in sizes.items() if size}
 
 
 def _layers(model: nn.Module, plan: ShardPlan) -> dict[str, list[str]]:
@@ -88,19 +88,11 @@ def _layers(model: nn.Module, plan: ShardPlan) -> dict[str, list[str]]:
     A layer is an item of an outermost `ModuleList` that contains a block of the plan.
     """
     lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    items = {}
+    aliases, layers = plan.aliases(), dict[str, list[str]]()
     for block in plan.blocks:
         around = next((path for path in lists if is_within(block, path) and block != path), None)
         if around is not None:
-            items[f"{around}.{block.removeprefix(around + '.').split('.')[0]}"] = True
-    aliases = plan.aliases()
-    layers: dict[str, list[str]] = {}
-    for path in items:
-        names = [
-            tensor.name
-            for tensor in plan.stored()
-            if not tensor.is_buffer and all(is_within(name, path) for name in aliases[tensor.name])
-        ]
-        if names:
-            layers[path] = names
-    return layers
+            path = f"{around}.{block.removeprefix(around + '.').split('.')[0]}"
+            owned = (tensor.name for tensor in plan.stored() if not tensor.is_buffer)
+            layers[path] = [name for name in owned if all(is_within(alias, path) for alias in aliases[name])]
+    return {path: names for path, names in layers.items() if names}

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
+from parallelformers_ng.autopolicy.twin import failure_of
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.sharding import look_ups
@@ -28,7 +29,6 @@ from parallelformers_ng.sharding.experts import has_experts_interface
 from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.stages import units
-from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention
@@ -94,10 +94,8 @@ def observe(model: PreTrainedModel, plan: ShardPlan, rank: int, batch: int, leng
     except UnsupportedModelError:
         raise
     except Exception as error:  # modelling code may raise any error if it needs numbers
-        raise_if_of_handler(error)
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise UnsupportedModelError(
-            f"{type(model).__name__} fails on the meta device, and a forecast runs the model there: {reason}"
+            f"{type(model).__name__} fails on the meta device, and a forecast runs the model there: {failure_of(error)}"
         ) from error
     finally:
         look_ups.forget()

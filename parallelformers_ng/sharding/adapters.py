@@ -190,13 +190,12 @@ class _Place:
 def _cut(
     name: str, tensor: torch.Tensor, counts: tuple[str, ...], weight: TensorPlan | None, counted: str, ranks: int
 ) -> Cut:
-    if weight is None or not counted:
+    if weight is not None and name.endswith(".bias") and counted == "inputs":
+        return (WHOLE, *[ZERO] * (ranks - 1)), weight.rule  # ranks sum the product, so only rank 0 adds the bias
+    dim = counts.index(counted) if counted and counted in counts else None
+    if weight is None or dim is None or tensor.shape[dim] == 1:
         return (WHOLE,) * ranks, ""
-    if name.endswith(".bias") and counted == "inputs":  # ranks sum the product, so only rank 0 adds the bias
-        return (WHOLE, *[ZERO] * (ranks - 1)), weight.rule
-    if counted not in counts or tensor.shape[counts.index(counted)] == 1:
-        return (WHOLE,) * ranks, ""
-    return tuple(replace(shard, dim=counts.index(counted)) for shard in weight.shards), weight.rule
+    return tuple(replace(shard, dim=dim) for shard in weight.shards), weight.rule
 
 
 def _moved_layer(layer: LayerPlan, place: _Place | None, moved: Any) -> list[LayerPlan]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from parallelformers_ng.sharding.heads import HeadParallel, NarrowedHeadParallel, of_heads
+from parallelformers_ng.sharding.heads import HeadParallel, NarrowedHeadParallel
 
 
 class NgramAttentionParallel(NarrowedHeadParallel):
@@ -37,11 +37,11 @@ class NgramAttentionParallel(NarrowedHeadParallel):
     def _own(self, make: Callable, dim: int, hidden: torch.Tensor, weights: torch.Tensor, *args: Any) -> torch.Tensor:
         """Call `make` for all heads and return the result for this rank's heads, along `dim`. `make` reads only the
         shape of the weights."""
-        own, self.num_attn_heads = self.num_attn_heads, self.head_count
-        sizes = [self.head_count if d == dim else size for d, size in enumerate(weights.shape)]
+        own, self.num_attn_heads = self.num_attn_heads, sum(self.head_sizes)
+        sizes = [self.num_attn_heads if d == dim else size for d, size in enumerate(weights.shape)]
         whole = make(hidden, weights.narrow(dim, 0, 1).expand(sizes), *args)
         self.num_attn_heads = own
-        return of_heads(self.head_indices, whole, dim)
+        return self.own_heads(whole, dim)
 
 
 _GENERATOR = threading.Lock()
@@ -51,22 +51,18 @@ class ReformerAttentionParallel(HeadParallel):
     """Attention within buckets of equal hash (Kitaev et al. 2020, arXiv:2001.04451). Head n hashes its vectors by
     random rotations Rₙ: bucket(x) = argmax [x Rₙ | −x Rₙ]. Each rank draws the rotations of all heads."""
 
-    head_indices: Sequence[int]  # indices of this rank's heads
-    head_count: int  # number of heads of the whole model
-
     def _hash_vectors(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         # With a `hash_seed`, the modelling code seeds and then draws. Ranks that are threads share the generator.
-        with _GENERATOR, _WholeDraws(self.head_count, self.head_indices):
+        with _GENERATOR, _WholeDraws(self):
             return super()._hash_vectors(*args, **kwargs)  # type: ignore[misc]
 
 
 class _WholeDraws(TorchFunctionMode):
     """Mode in which `torch.randn` draws numbers for all heads (dimension 0), then keeps only this rank's heads."""
 
-    def __init__(self, head_count: int, head_indices: Sequence[int]) -> None:
+    def __init__(self, attention: HeadParallel) -> None:
         super().__init__()
-        self.head_count = head_count
-        self.head_indices = head_indices
+        self.attention = attention
 
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -74,7 +70,7 @@ class _WholeDraws(TorchFunctionMode):
         if func is not torch.randn:
             return func(*args, **(kwargs or {}))
         (shape,) = args
-        return of_heads(self.head_indices, func((self.head_count, *shape[1:]), **(kwargs or {})), 0)
+        return self.attention.own_heads(func((sum(self.attention.head_sizes), *shape[1:]), **(kwargs or {})), 0)
 
 
 class XLNetAttentionParallel(HeadParallel):
@@ -107,7 +103,6 @@ class WavLMAttentionParallel(HeadParallel):
     """
 
     renews = True
-    head_indices: Sequence[int]  # indices of this rank's heads
 
     def forward(
         self,
@@ -120,7 +115,7 @@ class WavLMAttentionParallel(HeadParallel):
         length = hidden_states.shape[1]
         if position_bias is None:
             position_bias = self.compute_bias(length, length)  # [own heads, length, length], for all layers
-        own_columns = of_heads(self.head_indices, self._by_heads(hidden_states), 1)
+        own_columns = self.own_heads(self._by_heads(hidden_states), 1)
         sums = self.gru_rel_pos_linear(own_columns).unflatten(-1, (2, 4)).sum(-1)
         gate_a, gate_b = torch.sigmoid(sums).chunk(2, dim=-1)
         bias = (gate_a * (gate_b * self.gru_rel_pos_const - 1.0) + 2.0) * position_bias

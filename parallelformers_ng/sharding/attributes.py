@@ -141,15 +141,13 @@ def owners_of_configurations(model: nn.Module) -> list[tuple[str, str]]:
     return owners
 
 
-def parts_of(config: Any, prefix: str) -> list[tuple[str, Any]]:
-    """Return a configuration and its nested configurations, each with the prefix of its attributes' dotted names."""
-    if config is None:
-        return []
-    parts = [(prefix, config)]
-    for name, value in vars(config).items():
-        if name != _COPY_OF and hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            parts += parts_of(value, f"{prefix}{name}.")
-    return parts
+def parts_of(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield a configuration and its nested configurations, each with the prefix of its attributes' dotted names."""
+    if config is not None:
+        yield prefix, config
+        for name, value in vars(config).items():
+            if name != _COPY_OF and hasattr(value, "to_dict") and hasattr(value, "model_type"):
+                yield from parts_of(value, f"{prefix}{name}.")
 
 
 def configurations(model: nn.Module) -> Iterator[tuple[str, Any]]:

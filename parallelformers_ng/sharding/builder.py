@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from parallelformers_ng.errors import PolicyError, did_you_mean
-from parallelformers_ng.live_code.stock import names_of
+from parallelformers_ng.live_code.stock import foreign_modules, names_of
 from parallelformers_ng.options import QuantizeOptions
 from parallelformers_ng.sharding.casting import CastRule
 from parallelformers_ng.sharding.draft import Draft
@@ -47,9 +47,10 @@ def build_plan(
     model for each rank. `ahead` is the most bytes of weights that a rank prefetches in a step while it waits.
     """
     group = border(model, quantize)
+    foreign = {} if selection.proven else foreign_modules(model)
 
-    def build(shares: Sequence[float] = (), row_shares: Sequence[float] | None = None) -> ShardPlan:
-        draft = Draft(model, world_size, parts, shares, group, selection.proven, row_shares)
+    def build(shares: Sequence[float], row_shares: Sequence[float]) -> ShardPlan:
+        draft = Draft(model, world_size, parts, shares, row_shares, group, foreign)
         builder = _Builder(draft, selection.customs, lenient=not exhaustive)
         builder.find_whole_attentions(selection.policies)
         for policy in selection.policies:
@@ -63,17 +64,17 @@ def build_plan(
     def fullest(shard_plan: ShardPlan) -> float:
         return max(map(truediv, shard_plan.bytes_per_rank, parts or [1.0] * world_size))
 
-    plain = build(parts)
+    plain = build(parts, parts)
     flexible, others = _spread_tensors(plain, parts)
     if shares := even_out(plain.bytes_per_rank, sum(tensor.bytes_whole for tensor in flexible), parts):
-        return min(plain, build(shares), key=fullest)
+        return min(plain, build(shares, shares), key=fullest)
     if not ahead or parts:
         return plain
     rows = {f"{path}.weight" for path in find_vocabulary(model)}
     columns = sum(tensor.bytes_whole for tensor in flexible if tensor.name not in rows)
     loads = [sum(tensor.bytes_on(rank) for tensor in others) for rank in range(world_size)]
     shares = fill_waits(loads, columns, ahead)
-    return build(shares, row_shares=()) if shares else plain
+    return build(shares, ()) if shares else plain
 
 
 def _spread_tensors(plan: ShardPlan, parts: Sequence[float]) -> tuple[list[TensorPlan], list[TensorPlan]]:
@@ -93,7 +94,7 @@ def misfit(model: nn.Module, policy: type[Policy], world_size: int, customs: Seq
     Blocks of `customs`, the policies of the caller, do not matter either.
     """
     try:
-        _Builder(Draft(model, world_size, proven=True), customs).apply(policy)
+        _Builder(Draft(model, world_size), customs).apply(policy)
     except PolicyError as error:
         return str(error)
     return ""
@@ -159,8 +160,8 @@ class _Builder:
                 heads = self._head_shares(policy, path)
             except PolicyError as error:
                 if not (policy.inferred and self.lenient):
-                    raise
-                self.uncut[path] = str(error).partition(": ")[2]
+                    raise PolicyError(f"{policy.__name__}: {error}") from error
+                self.uncut[path] = str(error)
                 unmatched.clear()
                 continue
             for unit in units_of(policy, heads):
@@ -189,17 +190,19 @@ class _Builder:
             for rule_path, layers in targets.items():
                 rule = policy.plan[rule_path]
                 above = attention_of(rule_path, rule, heads)
+                self.draft.rule = f"{policy.__name__}: rule {rule_path!r}"
                 self.draft.counter = self.draft.modules.get(dotted(block, above))
+                self.draft.heads = heads.get(above, [])
                 for target in layers:
-                    self.draft.who = f"{policy.__name__}: rule {rule_path!r} on {target}"
                     if rule.finds(self.draft, target):
-                        rule.apply(self.draft, target, heads.get(above, []))
+                        rule.apply(self.draft, target)
                         matched.add(rule_path)
         except PolicyError as error:
+            reason = f"rule {rule_path!r} on {target}: {error}"
             if not (policy.inferred and self.lenient):
-                raise
+                raise PolicyError(f"{policy.__name__}: {reason}") from error
             self.draft.cuts, self.draft.layers = before
-            self.uncut[dotted(block, unit.root)] = str(error).partition(": ")[2]
+            self.uncut[dotted(block, unit.root)] = reason
         if matched:
             self.units[dotted(block, unit.root)] = tuple(dotted(block, other) for other in unit.others)
         return matched
@@ -236,26 +239,27 @@ class _Builder:
         for rule_path, rule in policy.plan.items():
             if not isinstance(rule, Heads) or (module := self.draft.modules.get(dotted(path, rule_path))) is None:
                 continue
-            self.draft.who = f"{policy.__name__}: rule {rule_path!r} on {dotted(path, rule_path)}"
-            shares[rule_path] = share_heads(*rule.count(self.draft, module), self.draft.world_size, self.draft.parts)
+            try:
+                counts = rule.count(self.draft, module)
+                shares[rule_path] = share_heads(*counts, self.draft.world_size, self.draft.parts)
+            except PolicyError as error:
+                raise PolicyError(f"rule {rule_path!r} on {dotted(path, rule_path)}: {error}") from error
         return shares
 
     def cut_vocabulary(self) -> None:
         """Cut input embeddings and output heads by rows of the vocabulary, tied or not."""
         readers = [path for path in self.draft.foreign if "weight" in names_of(self.draft.modules[path])]
         cut_by_policies = set(self.draft.cuts)
+        self.draft.rule = "vocabulary"
         for path, cls in find_vocabulary(self.draft.model).items():
             if not cut_by_policies.isdisjoint((f"{path}.weight", f"{path}.bias")):
                 continue
             if reader := next((other for other in readers if is_within(path, other)), None):
                 self.uncut[path] = f"{reader or 'the model'}: {self.draft.foreign[reader]}"
                 continue
-            self.draft.who = f"vocabulary of {path}"
-            cut_rows(self.draft, path, cls, rule="vocabulary")
+            cut_rows(self.draft, path, cls)
 
-    def finish(
-        self, selection: Selection, dtype: torch.dtype | None, quantize: QuantizeOptions | None = None
-    ) -> ShardPlan:
+    def finish(self, selection: Selection, dtype: torch.dtype | None, quantize: QuantizeOptions | None) -> ShardPlan:
         keep_whole = (WHOLE,) * self.draft.world_size, ""
         casts = CastRule(self.draft.model, dtype)
         tensors = plans_of_tensors(self.draft.model, lambda name: self.draft.cuts.get(name, keep_whole), casts.dtype_of)

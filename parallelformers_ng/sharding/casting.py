@@ -20,24 +20,21 @@ from transformers import PreTrainedModel
 
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.options import DTYPES
+from parallelformers_ng.sharding.attributes import parts_of
 from parallelformers_ng.sharding.tensors import all_tensors
 from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 log = logging.getLogger("parallelformers_ng")
-
-_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 
 
 def target_dtype(fp16: bool, dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return the data type that the arguments `fp16` and `dtype` of `parallelize` select; None casts nothing."""
     if dtype == "auto":
         dtype = None
-    if isinstance(dtype, str):
-        dtype = _DTYPES.get(dtype.removeprefix("torch."), dtype)
+    if isinstance(dtype, str) and dtype.removeprefix("torch.") in DTYPES:
+        dtype = getattr(torch, dtype.removeprefix("torch."))
     if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
-        raise ParallelError(
-            f"dtype is {dtype!r}; it takes a floating-point torch.dtype, or one of {', '.join(_DTYPES)}"
-        )
+        raise ParallelError(f"dtype is {dtype!r}; it takes a floating-point torch.dtype, or one of {', '.join(DTYPES)}")
     if fp16 and dtype not in (None, torch.float16):
         raise ParallelError(f"fp16=True and dtype={dtype} contradict each other; give one of them")
     return torch.float16 if fp16 else dtype
@@ -123,7 +120,4 @@ def _data_types(model: Any) -> Iterator[tuple[str, torch.dtype | None]]:
         for name, value in vars(module).items():
             if isinstance(value, torch.dtype):
                 yield f"{path}.{name}".removeprefix("."), value
-    yield "config.dtype", model.config.dtype
-    for part in model.config.sub_configs:
-        if getattr(model.config, part, None) is not None:
-            yield f"config.{part}.dtype", getattr(model.config, part).dtype
+    yield from ((f"{prefix}dtype", config.dtype) for prefix, config in parts_of(model.config, "config."))

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from parallelformers_ng.sharding.partition import Range
-from parallelformers_ng.sharding.tensor_plan import TensorPlan
+from parallelformers_ng.sharding.tensor_plan import Shard, TensorPlan
 
 SCALE = "_scale"  # Suffix of the name of a weight's scales. The quantized numbers have the name of the weight.
 _AT_ONCE = 1 << 20  # bytes of quantized numbers that are dequantized at a time on CPU
@@ -68,11 +67,10 @@ class Encoding:
         return tuple(shape)
 
     def misfit(self, tensor: TensorPlan) -> str:
-        size, border = tensor.shape[self.dim], self.per_byte
+        size = tensor.shape[self.dim]
         if tensor.dtype not in HIGH_PRECISION or not size:
             return f"it is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        if self.block != size:
-            border = self.block
+        border = self.per_byte if self.block == size else self.block
         if size % border:
             return f"its {size} inputs are not a multiple of {border}"
         cuts = [shard.ranges for shard in tensor.shards if shard.dim == self.dim % len(tensor.shape)]
@@ -116,14 +114,17 @@ class Encoding:
         The data type is int8, uint8 for "int4", or float8_e4m3fn for "fp8". "int4" has two neighbours along `dim` in a
         byte, the first in the lower bits. Integers are rounded from the product with the rounded `1 / scales`.
         """
-        kind, spread = _KINDS[self.kind], self.spread(scales, weight.shape)
+        kind, scales = _KINDS[self.kind], scales.unsqueeze(self.dim)
+        blocks = weight.unflatten(self.dim, (-1, self.block))
         if kind.dtype.is_floating_point:
-            return (weight.float() / spread).clamp(-kind.largest, kind.largest).to(kind.dtype)
-        nearest = (weight * (1.0 / spread)).round()
-        integers = nearest.clamp(-kind.largest - 0.5, kind.largest - 0.5).to(torch.int8)
+            numbers = (blocks.float() / scales).clamp(-kind.largest, kind.largest).to(kind.dtype)
+        else:
+            nearest = (blocks * (1.0 / scales)).round()
+            numbers = nearest.clamp(-kind.largest - 0.5, kind.largest - 0.5).to(torch.int8)
+        numbers = numbers.flatten(self.dim - 1, self.dim)
         if kind.per_byte == 1:
-            return integers
-        first, second = integers.unflatten(self.dim, (-1, 2)).unbind(self.dim)
+            return numbers
+        first, second = numbers.unflatten(self.dim, (-1, 2)).unbind(self.dim)
         return (first & 15 | second << 4).view(kind.dtype)
 
     def decode(self, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -155,20 +156,13 @@ class Encoding:
         torch.mul(numbers, scales.unsqueeze(self.dim), out=target)
         return out
 
-    def spread(self, scales: Tensor, shape: torch.Size) -> Tensor:
-        """Return scales that broadcast to `shape`, the shape of the numbers that the scales multiply."""
-        if scales.shape[self.dim] in (1, shape[self.dim]):
-            return scales
-        return scales.repeat_interleave(self.block, self.dim)
-
 
 def _divided(tensor: TensorPlan, dim: int, by: int) -> TensorPlan:
     shape = list(tensor.shape)
     shape[dim] //= by
-    shards = (replace(s, ranges=divided(s.ranges, by)) if s.dim == dim else s for s in tensor.shards)
+
+    def divided(shard: Shard) -> Shard:
+        return replace(shard, ranges=tuple((start // by, stop // by) for start, stop in shard.ranges))
+
+    shards = (divided(shard) if shard.dim == dim else shard for shard in tensor.shards)
     return replace(tensor, shape=tuple(shape), shards=tuple(shards))
-
-
-def divided(ranges: tuple[Range, ...], by: int) -> tuple[Range, ...]:
-    """Return ranges in units of `by` columns; all bounds must be multiples of `by`."""
-    return tuple((start // by, stop // by) for start, stop in ranges)

@@ -13,16 +13,15 @@ from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer
 from parallelformers_ng.sharding.linear import Reduced
-from parallelformers_ng.sharding.partition import HeadShare, Range, has_groups, join, spread_aligned
+from parallelformers_ng.sharding.partition import Range, has_groups, join, spread_aligned
 from parallelformers_ng.sharding.policy import Rule
 
 
 def has_experts_interface(module: nn.Module) -> bool:
     names = {name: p.ndim for name, p in module._parameters.items() if p is not None}
     stacked = names.get("down_proj") == 3 and 3 in (names.get("gate_up_proj"), names.get("up_proj"))
-    return stacked and {"hidden_states", "top_k_index", "top_k_weights"} <= set(
-        inspect.signature(module.forward).parameters
-    )
+    arguments = {"hidden_states", "top_k_index", "top_k_weights"}
+    return stacked and arguments <= inspect.signature(module.forward).parameters.keys()
 
 
 def takes_experts_one_by_one(module: nn.Module) -> bool:
@@ -67,13 +66,13 @@ class Experts(Rule):
 
     reduce: bool = True
 
-    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+    def apply(self, draft: Draft, path: str) -> None:
         module = draft.modules[path]
         names = dict(module.named_parameters(recurse=False))
         fused = "gate_up_proj" in names
         up_name = "gate_up_proj" if fused else "up_proj"
         if up_name not in names or "down_proj" not in names or names[up_name].ndim != 3:
-            raise PolicyError(f"{draft.who}: holds {sorted(names)}, not 3-D gate_up_proj (or up_proj) and down_proj")
+            raise PolicyError(f"holds {sorted(names)}, not 3-D gate_up_proj (or up_proj) and down_proj")
         up, down = names[up_name], names["down_proj"]
         # Without `is_transposed`, the shapes show the layout: gate and up together are twice as wide as down.
         lies = up.shape[1] == down.shape[2] and up.shape[2] == 2 * down.shape[1]
@@ -81,34 +80,30 @@ class Experts(Rule):
         out_dim, in_dim = (2, 1) if transposed else (1, 2)
         width = down.shape[in_dim]
         if up.shape[out_dim] != width * (2 if fused else 1):
-            raise PolicyError(f"{draft.who}: {up_name} {list(up.shape)} does not fit down_proj {list(down.shape)}")
+            raise PolicyError(f"{up_name} {list(up.shape)} does not fit down_proj {list(down.shape)}")
         # A rank without columns holds a few columns of zeros: grouped matrix products refuse empty operands.
         granule = math.lcm(draft.group, 8) if has_groups(width, draft.world_size, draft.group) else 8
-        rank_ranges = spread_aligned(width, draft.world_size, granule, draft.shares)
-        idle = [start == stop for start, stop in rank_ranges]
-        rank_ranges = [rank_ranges[0] if off else bounds for bounds, off in zip(rank_ranges, idle, strict=True)]
+        bounds = spread_aligned(width, draft.world_size, granule, draft.shares)
+        idle = [start == stop for start, stop in bounds]
+        bounds = [bounds[0] if off else own for own, off in zip(bounds, idle, strict=True)]
+        down_ranges: list[tuple[Range, ...]] = [(own,) for own in bounds]
         if not fused:
-            up_ranges: list[tuple[Range, ...]] = [((start, stop),) for start, stop in rank_ranges]
+            up_ranges = down_ranges
         elif getattr(module, "is_concatenated", True):
-            up_ranges = [join([(start, stop), (width + start, width + stop)]) for start, stop in rank_ranges]
+            up_ranges = [join([(start, stop), (width + start, width + stop)]) for start, stop in bounds]
         else:
-            up_ranges = [((2 * start, 2 * stop),) for start, stop in rank_ranges]
-        for name, dim, ranges in (
-            (up_name, out_dim, up_ranges),
-            (f"{up_name}_bias", 1, up_ranges),
-            ("down_proj", in_dim, [(bounds,) for bounds in rank_ranges]),
-        ):
-            if name in names:
-                draft.cut(f"{path}.{name}", dim, ranges, idle)
+            up_ranges = [((2 * start, 2 * stop),) for start, stop in bounds]
+        draft.cut(f"{path}.{up_name}", out_dim, up_ranges, idle)
+        draft.cut(f"{path}.down_proj", in_dim, down_ranges, idle)
+        if f"{up_name}_bias" in names:
+            draft.cut(f"{path}.{up_name}_bias", 1, up_ranges, idle)
         if "down_proj_bias" in names:
             draft.cut_on_first_rank(f"{path}.down_proj_bias")
         counts = ("intermediate_dim", "intermediate_size", "expert_dim", "moe_intermediate_size")
         scaled = [name for name in counts if getattr(module, name, None) == width]
         normed = isinstance(getattr(module, "post_expert_norm", None), nn.Module)
-        sums = self.reduce and not normed
-        draft.layer(
-            path, Reduced if sums else None, [dict.fromkeys(scaled, stop - start) for start, stop in rank_ranges]
-        )
+        widths = [dict.fromkeys(scaled, stop - start) for start, stop in bounds]
+        draft.layer(path, Reduced if self.reduce and not normed else None, widths)
         if normed:  # each expert's output is summed before its norm; all ranks compute experts in the same order
             draft.layer(f"{path}.post_expert_norm", ReducedInput)
         if isinstance(getattr(module, "identity_expert", None), nn.Identity):

@@ -16,8 +16,7 @@ from torch.overrides import TorchFunctionMode
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer, parallel_class
-from parallelformers_ng.sharding.own_heads import OwnHeads
-from parallelformers_ng.sharding.partition import HeadShare
+from parallelformers_ng.sharding.own_heads import OwnHeads, heads_of
 from parallelformers_ng.sharding.policy import Rule
 
 Place = int | str  # place of a tensor in the outputs of a module: an index in a tuple or a key in a dictionary
@@ -33,13 +32,16 @@ class HeadParallel(ParallelLayer):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         mask = kwargs.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[1] == sum(self.head_sizes) > 1:
-            sizes, rank = self.head_sizes, self.communicator.rank  # a rank without heads computes with head 0
-            kwargs["attention_mask"] = mask.narrow(1, sum(sizes[:rank]) if sizes[rank] else 0, max(1, sizes[rank]))
+            kwargs["attention_mask"] = self.own_heads(mask, 1)
         args = tuple(map(own_part, args))
         output = super().forward(*args, **{name: own_part(value) for name, value in kwargs.items()})
         for place, dim in self.weights_at:
             output = replaced(output, place, partial(self.shown, dim=dim))
         return output
+
+    def own_heads(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return a view of this rank's heads along the dimension of all heads."""
+        return heads_of(whole, dim, self.head_sizes, self.communicator.rank)
 
     def shown(self, weights: torch.Tensor, dim: int, change: Callable[[torch.Tensor], Any] | None = None) -> Any:
         """Return attention weights in the shape of all heads; ranks gather all heads only if code reads the result.
@@ -60,11 +62,6 @@ class HeadParallel(ParallelLayer):
         return OwnHeads(weights, dim, self.head_sizes, gather)
 
 
-def of_heads(indices: Sequence[int], whole: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return a view of the consecutive heads `indices` along a dimension, without copying indices to a device."""
-    return whole.narrow(dim, indices[0], len(indices))
-
-
 class BiasedHeadParallel(HeadParallel):
     """Attention over this rank's heads with a bias that the model makes for all heads: b ↦ b[heads of this rank].
 
@@ -74,8 +71,6 @@ class BiasedHeadParallel(HeadParallel):
     # keyword arguments of the forward that hold such a bias, `[batch, heads or 1, …, keys]` of four or more dimensions,
     # or `[batch · heads, …, keys]` of three
     bias_names: Sequence[str]
-    head_indices: Sequence[int]  # indices of this rank's heads, consecutive
-    head_count: int  # number of heads of the whole model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         for name in self.bias_names:
@@ -87,8 +82,8 @@ class BiasedHeadParallel(HeadParallel):
 
     def _own_part(self, bias: torch.Tensor) -> torch.Tensor:
         if bias.ndim >= 4:
-            return bias if bias.shape[1] == 1 else of_heads(self.head_indices, bias, 1)
-        return of_heads(self.head_indices, bias.unflatten(0, (-1, self.head_count)), 1).flatten(0, 1)
+            return bias if bias.shape[1] == 1 else self.own_heads(bias, 1)
+        return self.own_heads(bias.unflatten(0, (-1, sum(self.head_sizes))), 1).flatten(0, 1)
 
 
 class NarrowedHeadParallel(BiasedHeadParallel):
@@ -100,8 +95,8 @@ class NarrowedHeadParallel(BiasedHeadParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-        width = hidden.shape[-1]
-        with _NarrowedViews(width, width // self.head_count * len(self.head_indices)):
+        width, own = hidden.shape[-1], max(1, self.head_sizes[self.communicator.rank])
+        with _NarrowedViews(width, width // sum(self.head_sizes) * own):
             return super().forward(*args, **kwargs)
 
 
@@ -169,30 +164,27 @@ class Heads(Rule):
             return query, draft.attribute(module, self.key)
         return query, query // draft.attribute(module, self.groups) if self.groups else query
 
-    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+    def apply(self, draft: Draft, path: str) -> None:
         module = draft.modules[path]
         query, key = self.count(draft, module)
         cls = self.layer or (
             NarrowedHeadParallel if self.input_width else BiasedHeadParallel if self.biases else HeadParallel
         )
-        places = ((self.weights, self.weights_dim), *self.more_weights)
-        shared = {
-            "head_sizes": tuple(0 if share.idle else len(share.query) for share in heads),
-            "weights_at": tuple(
-                (place if isinstance(place, tuple) else (place,), dim) for place, dim in places if place is not None
-            ),
-            **dict.fromkeys(self.fresh),
-        }
+        weights = ((self.weights, self.weights_dim), *self.more_weights)
+        places = [(at if isinstance(at, tuple) else (at,), dim) for at, dim in weights if at is not None]
         local: list[dict[str, Any]] = []
-        for share in heads:
+        for share in draft.heads:
             counts = dict.fromkeys(_set_on_ranks(self.key, self.scaled_key), (len(share.key), key))
             counts |= dict.fromkeys(_set_on_ranks(self.query, self.scaled), (len(share.query), query))
             mine = {name: draft.scale(module, name, *own_and_all) for name, own_and_all in counts.items()}
             if self.groups:
                 mine[self.groups] = share.groups
-            chosen = {"bias_names": self.biases, "head_count": query, "head_indices": share.query}
-            local.append({**mine, **shared, **(chosen if cls is not HeadParallel else {})})
-        draft.layer(path, cls, local)
+            local.append(mine)
+        sizes = tuple(0 if share.idle else len(share.query) for share in draft.heads)
+        shared: dict[str, Any] = dict.fromkeys(self.fresh)
+        if issubclass(cls, BiasedHeadParallel):
+            shared["bias_names"] = self.biases
+        draft.layer(path, cls, local, head_sizes=sizes, weights_at=tuple(places), **shared)
 
 
 @dataclass(frozen=True)
@@ -206,10 +198,9 @@ class Renewed(Rule):
 
     attention: str
 
-    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+    def apply(self, draft: Draft, path: str) -> None:
         (carried,) = (layer for layer in draft.layers.values() if layer.path == f"{path}.{self.attention}")
-        names = (*carried.attributes[0], "communicator")
-        draft.layer(path, RenewedAttention, [{"carried": names}] * draft.world_size)
+        draft.layer(path, RenewedAttention, carried=(*carried.attributes[0], "communicator"))
 
 
 class RenewedAttention(ParallelLayer):

@@ -19,7 +19,7 @@ from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layer_uses import CONVOLUTIONS, is_only_called
 from parallelformers_ng.sharding.linear import Column
 from parallelformers_ng.sharding.stored import store
-from parallelformers_ng.sharding.structure import Place, places, uses
+from parallelformers_ng.sharding.structure import Place, dim_of_outputs, places, uses
 from parallelformers_ng.sharding.tensors import dotted, is_within
 
 # Fraction of a rank's share: cutting stops once replicated parameters add no more than this fraction to the share.
@@ -40,58 +40,50 @@ def cut_leftovers(draft: Draft, exhaustive: bool) -> None:
 
     Tied parameters stay whole.
     """
-    where = places(draft.model)
-    kinds, whole, total = _leftovers(draft, where)
+    where, used = places(draft.model), uses(draft.model)
+    parameters: list[_Leftover] = [
+        (path, name, parameter)
+        for path, module in draft.modules.items()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+    uncut = [each for each in parameters if dotted(*each[:2]) not in draft.cuts]
+    whole, total = _bytes_of(uncut), max(1, _bytes_of(parameters))
+    kinds: dict[tuple[str, str, str], list[_Leftover]] = {}
+    for path, name, parameter in uncut:
+        if parameter.ndim >= 2 and used[id(parameter)] == 1:
+            kind = (where[path].block, re.sub(r"\d+", "*", where[path].path), re.sub(r"\d+", "*", name))
+            kinds.setdefault(kind, []).append((path, name, parameter))
     # blocks and models in which ranks compute different parts of a result
     uneven = {_instance(layer.path, where) for layer in draft.layers.values() if layer.gives_part}
     smallest = min(draft.parts, default=1 / draft.world_size)
-    for kind in sorted(kinds, key=_bytes_of, reverse=True):
-        size = _bytes_of(kind)
-        excess = whole * (1 / smallest - 1) / max(1, total)
-        if not exhaustive and (excess <= _ENOUGH or size < _WORTH * total):
+    for leftovers in sorted(kinds.values(), key=_bytes_of, reverse=True):
+        excess = whole * (1 / smallest - 1) / total
+        if not exhaustive and (excess <= _ENOUGH or _bytes_of(leftovers) < _WORTH * total):
             break
-        if not exhaustive and isinstance(draft.modules[kind[0][0]], nn.RNNBase) and excess <= _MUCH:
+        if not exhaustive and isinstance(draft.modules[leftovers[0][0]], nn.RNNBase) and excess <= _MUCH:
             continue
-        for path, name, parameter in kind:
+        for path, name, parameter in leftovers:
             gets_whole = not uneven & set(_instances_above(path, draft, where))
             whole -= parameter.nbytes if _cut(draft, path, name, parameter, gets_whole) else 0
 
 
-def _bytes_of(kind: list[_Leftover]) -> int:
-    return sum(parameter.nbytes for _, _, parameter in kind)
-
-
-def _leftovers(draft: Draft, where: dict[str, Place]) -> tuple[list[list[_Leftover]], int, int]:
-    """Return the cuttable parameters by kind, the bytes of all uncut parameters, and the bytes of all parameters."""
-    used = uses(draft.model)
-    kinds: dict[tuple[str, str, str], list[_Leftover]] = {}
-    whole = total = 0
-    for path, module in draft.modules.items():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            total += parameter.nbytes
-            if dotted(path, name) in draft.cuts:
-                continue
-            whole += parameter.nbytes
-            if parameter.ndim < 2 or used[id(parameter)] > 1:
-                continue
-            kind = (where[path].block, re.sub(r"\d+", "*", where[path].path), re.sub(r"\d+", "*", name))
-            kinds.setdefault(kind, []).append((path, name, parameter))
-    return list(kinds.values()), whole, total
+def _bytes_of(parameters: list[_Leftover]) -> int:
+    return sum(parameter.nbytes for _, _, parameter in parameters)
 
 
 def _cut(draft: Draft, path: str, name: str, parameter: nn.Parameter, gets_whole: bool) -> bool:
     """Cut one parameter; return False if each of its dimensions is smaller than the number of ranks."""
     module = draft.modules[path]
-    draft.who, draft.counter = f"leftover on {path}", None
-    outputs = 0 if not isinstance(module, (nn.Embedding, Conv1D)) else 1
+    draft.rule, draft.counter, draft.heads = "leftover", None, ()
     looks_up = isinstance(module, nn.Embedding) and not renormalizes(module)
-    is_plain = not foreign_layer(module) and not _owner_is_foreign(draft, path)
+    readers = (draft.modules[other] for other in draft.foreign if is_within(path, other))
+    is_plain = not foreign_layer(module) and not any("weight" in names_of(reader) for reader in readers)
     multiplies = type(module) in (nn.Linear, Conv1D, *CONVOLUTIONS) and getattr(module, "groups", 1) == 1
     called = name == "weight" and is_plain and is_only_called(draft.model, path)
-    if called and (looks_up or (multiplies and gets_whole)) and parameter.shape[outputs] >= draft.world_size:
-        Column("column", gather=True).apply(draft, path, [])
+    is_wide = parameter.shape[dim_of_outputs(module)] >= draft.world_size
+    if called and is_wide and (looks_up or (multiplies and gets_whole)):
+        Column("column", gather=True).apply(draft, path)
         return True
     dim = next((dim for dim, size in enumerate(parameter.shape) if size >= draft.world_size), None)
     above = (other for other in draft.modules if is_within(path, other))
@@ -99,10 +91,6 @@ def _cut(draft: Draft, path: str, name: str, parameter: nn.Parameter, gets_whole
         return False  # a rank could write only to its own rows
     store(draft, path, name, dim)
     return True
-
-
-def _owner_is_foreign(draft: Draft, path: str) -> bool:
-    return any(is_within(path, other) and "weight" in names_of(draft.modules[other]) for other in draft.foreign)
 
 
 def _instances_above(path: str, draft: Draft, where: dict[str, Place]) -> Iterator[str]:

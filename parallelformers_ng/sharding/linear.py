@@ -21,9 +21,8 @@ from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layer_uses import CONVOLUTIONS
 from parallelformers_ng.sharding.layers import ParallelLayer
-from parallelformers_ng.sharding.partition import HeadShare, Range, width_of
+from parallelformers_ng.sharding.partition import Part, Unit, group_runs, width_of
 from parallelformers_ng.sharding.policy import Rule
-from parallelformers_ng.sharding.policy_words import Part, Unit
 
 
 @dataclass(frozen=True)
@@ -54,42 +53,39 @@ class Column(Rule):
     gather_inputs: bool = False
     widths: tuple[str, ...] = ()
 
-    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+    def apply(self, draft: Draft, path: str) -> None:
         module: Any = draft.modules[path]
         if hasattr(module, "group_out_dim"):
-            return _cut_groups(draft, path, 2, "output_size", "group_out_dim")
-        dim, size_names = _geometry(draft.who, module, of_inputs=False)
+            return _cut_groups(draft, path)
+        dim, size_names = _geometry(module, of_inputs=False)
         size = module.weight.shape[dim]
-        ranges = draft.ranges(size, self.unit, self.interleaved or self.fused, heads, bool(self.interleaved))
+        ranges = draft.ranges(size, self.unit, self.fused, self.interleaved)
         draft.cut(f"{path}.weight", dim, ranges)
         if getattr(module, "bias", None) is not None:
             draft.cut(f"{path}.bias", 0, ranges)
-        widths = [width_of(rank_ranges) for rank_ranges in ranges]
+        widths = tuple(map(width_of, ranges))
         if getattr(module, "groups", 1) > 1 and not _is_depthwise(module):
-            draft.layer(
-                path, GroupedColumnParallel, [{"pieces": _pieces(module, rank_ranges)} for rank_ranges in ranges]
-            )
+            runs = group_runs(ranges, size // module.groups)
+            draft.layer(path, GroupedColumnParallel, [{"runs": own} for own in runs])
         if self.gather_inputs:
-            if not heads:
-                raise PolicyError(
-                    f"{draft.who}: gathers inputs that are counted in heads, but no rule above it is Heads(...)"
-                )
-            own = draft.ranges(module.weight.shape[1 - dim], self.unit, 1, heads)
-            sizes = tuple(
-                0 if share.idle else width_of(rank_ranges) for share, rank_ranges in zip(heads, own, strict=True)
-            )
-            draft.layer(path, GatheredInput, [{"input_sizes": sizes}] * draft.world_size)
-        attributes: list[dict[str, Any]] = [dict.fromkeys(size_names, width) for width in widths]
-        if self.gather:
-            if sum(widths) != size:
-                raise PolicyError(f"{draft.who}: outputs that ranks hold twice cannot be gathered")
+            if not draft.heads:
+                raise PolicyError("gathers inputs that are counted in heads, but no rule above it is Heads(...)")
+            inputs = draft.ranges(module.weight.shape[1 - dim], self.unit)
+            sizes = [0 if share.idle else width_of(own) for share, own in zip(draft.heads, inputs, strict=True)]
+            draft.layer(path, GatheredInput, input_sizes=tuple(sizes))
+        attributes = [dict.fromkeys(size_names, width) for width in widths]
+        if not self.gather:
+            draft.layer(path, None, attributes)
+        elif sum(widths) != size:
+            raise PolicyError("outputs that ranks hold twice cannot be gathered")
+        else:
             channels = 1 - module.weight.ndim if isinstance(module, CONVOLUTIONS) else -1  # their dimension
-            for mine in attributes:
-                mine.update(gathered_sizes=tuple(widths), gathered_dim=channels)
-        draft.layer(path, GatheredColumnParallel if self.gather else None, attributes)
+            draft.layer(path, GatheredColumnParallel, attributes, gathered_sizes=widths, gathered_dim=channels)
         if self.widths:
-            owner, _, name = path.rpartition(".")
-            draft.widths(owner, name, self.widths, widths)
+            owner = path.rpartition(".")[0]
+            for name in self.widths:
+                draft.attribute(draft.modules[owner], name)  # an error if there is no such count
+            draft.layer(owner, None, [dict.fromkeys(self.widths, width) for width in widths])
 
 
 @dataclass(frozen=True)
@@ -110,17 +106,15 @@ class Row(Rule):
     heads: str | None = None
     reduce: bool = True
 
-    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+    def apply(self, draft: Draft, path: str) -> None:
         module: Any = draft.modules[path]
-        if hasattr(module, "group_in_dim"):
-            return _cut_groups(draft, path, 1, "input_size", "group_in_dim")
-        dim, size_names = _geometry(draft.who, module, of_inputs=True)
-        ranges = draft.ranges(module.weight.shape[dim], self.unit, self.fused, heads)
-        idle = [share.idle for share in heads]
+        dim, size_names = _geometry(module, of_inputs=True)
+        ranges = draft.ranges(module.weight.shape[dim], self.unit, self.fused)
+        idle = [share.idle for share in draft.heads]
         draft.cut(f"{path}.weight", dim, ranges, idle)
         if getattr(module, "bias", None) is not None:
             draft.cut_on_first_rank(f"{path}.bias")
-        sizes = [dict.fromkeys(size_names, width_of(rank_ranges)) for rank_ranges in ranges]
+        sizes = [dict.fromkeys(size_names, width_of(own)) for own in ranges]
         draft.layer(path, RowParallel if self.reduce else None, sizes)
 
 
@@ -146,15 +140,14 @@ class Slice(Rule):
     def finds(self, draft: Draft, path: str) -> bool:
         return draft.tensor(path) is not None
 
-    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
-        tensor = draft.tensor(path)
-        assert tensor is not None
+    def apply(self, draft: Draft, path: str) -> None:
+        tensor: Any = draft.tensor(path)
         if not -tensor.ndim <= self.dim < tensor.ndim:
-            raise PolicyError(f"{draft.who}: has {tensor.ndim} dimensions, so there is no dimension {self.dim}")
+            raise PolicyError(f"has {tensor.ndim} dimensions, so there is no dimension {self.dim}")
         dim = self.dim % tensor.ndim
         fused = draft.counted(self.fused) if isinstance(self.fused, str) else self.fused
-        ranges = draft.ranges(tensor.shape[dim], self.unit, fused, heads)
-        idle = [self.partial and share.idle for share in heads]
+        ranges = draft.ranges(tensor.shape[dim], self.unit, fused)
+        idle = [self.partial and share.idle for share in draft.heads]
         draft.cut(path, dim, ranges, idle)
 
 
@@ -162,7 +155,7 @@ class Slice(Rule):
 class Reduce(Rule):
     """Sum a module's output over the ranks, for a module whose cut layers or parameters give partial sums."""
 
-    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+    def apply(self, draft: Draft, path: str) -> None:
         draft.layer(path, Reduced)
 
 
@@ -176,12 +169,12 @@ class Gather(Rule):
 
     layer: str
 
-    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+    def apply(self, draft: Draft, path: str) -> None:
         layer = draft.modules.get(f"{path}.{self.layer}")
         if layer is None or not hasattr(layer, "weight"):
-            raise PolicyError(f"{draft.who}: has no layer {self.layer!r} with a weight")
-        widths = tuple(map(width_of, draft.ranges(layer.weight.shape[0], "column", 1, [])))
-        draft.layer(path, GatheredColumnParallel, [{"gathered_sizes": widths}] * draft.world_size)
+            raise PolicyError(f"has no layer {self.layer!r} with a weight")
+        widths = tuple(map(width_of, draft.ranges(layer.weight.shape[0])))
+        draft.layer(path, GatheredColumnParallel, gathered_sizes=widths)
 
 
 class Reduced(ParallelLayer):
@@ -235,45 +228,27 @@ class GroupedColumnParallel(ParallelLayer):
     """
 
     takes_part = False
-    # start and stop of the input channels, and number of outputs, of each group with outputs on this rank
-    pieces: Sequence[tuple[int, int, int]]
+    runs: Sequence[tuple[int, int, int, bool]]  # this rank's output channels by groups, as of `group_runs`
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        counts = [count for *_, count in self.pieces]
+        counts = [stop - start for start, stop, *_ in self.runs]
         biases = [None] * len(counts) if self.bias is None else self.bias.split(counts)
+        inputs = states.unflatten(1, (self.groups, -1))
         outputs = [
-            nn.functional.conv1d(states[:, start:stop], weight, bias, self.stride, self.padding, self.dilation)
-            for (start, stop, _), weight, bias in zip(self.pieces, self.weight.split(counts), biases, strict=True)
+            nn.functional.conv1d(inputs[:, group], weight, bias, self.stride, self.padding, self.dilation)
+            for (_, _, group, _), weight, bias in zip(self.runs, self.weight.split(counts), biases, strict=True)
         ]
         return torch.cat(outputs, dim=1) if outputs else states[:, :0]
 
 
-def _cut_groups(draft: Draft, path: str, dim: int, size_name: str, group_name: str) -> None:
-    """Cut a grouped linear layer with the weight `[groups, in, out]`; all groups are cut at the same places."""
+def _cut_groups(draft: Draft, path: str) -> None:
+    """Cut the outputs of a grouped linear layer with the weight `[groups, in, out]`, all groups at the same places."""
     module: Any = draft.modules[path]
-    ranges = draft.ranges(module.weight.shape[dim], "column", 1, [])
-    draft.cut(f"{path}.weight", dim, ranges)
-    if dim == 2:
-        biases = draft.ranges(module.bias.shape[0], "column", module.num_groups, [])
-        draft.cut(f"{path}.bias", 0, biases)
-    else:
-        draft.cut_on_first_rank(f"{path}.bias")
-    sizes = [
-        {size_name: width_of(rank_ranges) * module.num_groups, group_name: width_of(rank_ranges)}
-        for rank_ranges in ranges
-    ]
-    draft.layer(path, None if dim == 2 else RowParallel, sizes)
-
-
-def _pieces(module: nn.Conv1d, rank_ranges: Sequence[Range]) -> tuple[tuple[int, int, int], ...]:
-    """Return `(start of inputs, stop of inputs, number of outputs)` for each group in a rank's ranges of outputs."""
-    inputs, outputs = module.in_channels // module.groups, module.out_channels // module.groups
-    pieces = []
-    for start, stop in rank_ranges:
-        for group in range(start // outputs, (stop - 1) // outputs + 1):
-            count = min(stop, (group + 1) * outputs) - max(start, group * outputs)
-            pieces.append((group * inputs, (group + 1) * inputs, count))
-    return tuple(pieces)
+    ranges = draft.ranges(module.group_out_dim)
+    draft.cut(f"{path}.weight", 2, ranges)
+    draft.cut(f"{path}.bias", 0, draft.ranges(module.output_size, fused=module.num_groups))
+    widths = map(width_of, ranges)
+    draft.layer(path, None, [{"group_out_dim": each, "output_size": each * module.num_groups} for each in widths])
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -294,34 +269,31 @@ def _stacks_linears(module: nn.Module) -> bool:
 
 # The dimension of a layer's weight that holds the outputs or the inputs, and the attributes that count them.
 _Side = tuple[int, tuple[str, ...]]
-# Kinds of layers that can be cut: test for the kind, outputs, and inputs; None if inputs cannot be cut.
-_KINDS: tuple[tuple[Callable[[Any], bool], _Side, _Side | None], ...] = (
+# Kinds of layers that can be cut: test for the kind, outputs, and inputs; None if the layer cannot be cut there.
+_KINDS: tuple[tuple[Callable[[Any], bool], _Side | None, _Side | None], ...] = (
     (_is_linear, (0, ("out_features",)), (1, ("in_features",))),
     (_is_depthwise, (0, ("in_channels", "out_channels", "groups")), None),
-    (
-        lambda module: isinstance(module, nn.Conv1d) and module.groups == 1,
-        (0, ("out_channels",)),
-        (1, ("in_channels",)),
-    ),
-    (lambda module: isinstance(module, CONVOLUTIONS), (0, ("out_channels",)), None),
-    (lambda module: isinstance(module, Conv1D), (1, ("nf",)), (0, ("nx",))),
-    (lambda module: isinstance(module, nn.Embedding), (1, ("embedding_dim",)), None),
+    (lambda each: isinstance(each, nn.Conv1d) and each.groups == 1, (0, ("out_channels",)), (1, ("in_channels",))),
+    (lambda each: isinstance(each, CONVOLUTIONS), (0, ("out_channels",)), None),
+    (lambda each: isinstance(each, Conv1D), (1, ("nf",)), (0, ("nx",))),
+    (lambda each: isinstance(each, nn.Embedding), (1, ("embedding_dim",)), None),
+    (lambda each: hasattr(each, "group_in_dim"), None, (1, ("group_in_dim",))),
     (_stacks_linears, (1, ("output_size",)), (2, ("input_size",))),
 )
 _BY_INPUTS = "rows (a Linear, Conv1D or ungrouped Conv1d can)"
 _BY_OUTPUTS = "columns (a Linear, Conv1D, Embedding or convolution can)"
 
 
-def _geometry(who: str, module: nn.Module, of_inputs: bool) -> _Side:
+def _geometry(module: nn.Module, of_inputs: bool) -> _Side:
     """Return the dimension of a module's inputs or outputs in its weight, and the attributes that count them."""
     side = next((inputs if of_inputs else outputs for fits, outputs, inputs in _KINDS if fits(module)), None)
     if side is None:
-        raise PolicyError(cannot_cut(who, module, _BY_INPUTS if of_inputs else _BY_OUTPUTS))
+        raise PolicyError(cannot_cut(module, _BY_INPUTS if of_inputs else _BY_OUTPUTS))
     return side
 
 
-def cannot_cut(who: str, module: nn.Module, cut: str) -> str:
+def cannot_cut(module: nn.Module, cut: str) -> str:
     """Error message for a module that a rule cannot cut; `cut` ends "cannot be cut by …"."""
     if hasattr(module, "base_layer"):
-        return f"{who}: a {type(module).__name__} is an adapter; merge it into the weights first (merge_and_unload)"
-    return f"{who}: a {type(module).__name__} cannot be cut by {cut}"
+        return f"a {type(module).__name__} is an adapter; merge it into the weights first (merge_and_unload)"
+    return f"a {type(module).__name__} cannot be cut by {cut}"

@@ -77,8 +77,13 @@ def check(recorded: Sequence[int] | None = None) -> None:
     if recorded is None:
         recorded = torch.cat(bounds()).tolist() if _seen else []
     for (_, rows), low, high in zip(_seen, recorded[::2], recorded[1::2], strict=False):  # a table may be new
-        if low < 0 or high >= rows:
-            raise IndexError(f"index out of range in self: id {low if low < 0 else high}, vocabulary of {rows}")
+        check_range(low, high, rows)
+
+
+def check_range(low: int, high: int, rows: int) -> None:
+    """Raise IndexError, with the text of torch's look-ups, if the lowest or the highest id is outside the table."""
+    if low < 0 or high >= rows:
+        raise IndexError(f"index out of range in self: id {low if low < 0 else high}, vocabulary of {rows}")
 
 
 def hold() -> None:

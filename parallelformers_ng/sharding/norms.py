@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,9 +12,8 @@ from torch import nn
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer
-from parallelformers_ng.sharding.partition import HeadShare, group_runs
+from parallelformers_ng.sharding.partition import Unit, group_runs
 from parallelformers_ng.sharding.policy import Rule
-from parallelformers_ng.sharding.policy_words import Unit
 
 
 class RMSNormParallel(ParallelLayer):
@@ -24,7 +22,8 @@ class RMSNormParallel(ParallelLayer):
 
         y = w ⊙ x / √(ε + Σᵣ ‖xᵣ,g‖² / N)
 
-    `forward` takes and returns this rank's columns `[…, columns]`, and computes in float32.
+    `forward` takes and returns this rank's columns `[…, columns]`, and computes in float32. With a gate of the same
+    shape, as in Mamba 2 (Dao & Gu 2024, arXiv:2405.21060), silu(gate) multiplies x; with `norm_before_gate`, y.
     """
 
     group_count: int  # number of groups
@@ -33,8 +32,15 @@ class RMSNormParallel(ParallelLayer):
     # also holds are counted only on that rank.
     runs: Sequence[tuple[int, int, int, bool]]
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return (self.weight * self.normalise(hidden_states.to(torch.float32))).to(hidden_states.dtype)
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        inputs = hidden_states.to(torch.float32)
+        if gate is None:
+            output = self.weight * self.normalise(inputs)
+        elif getattr(self, "norm_before_gate", False):
+            output = self.weight * self.normalise(inputs) * nn.functional.silu(gate.to(torch.float32))
+        else:
+            output = self.weight * self.normalise(inputs * nn.functional.silu(gate.to(torch.float32)))
+        return output.to(hidden_states.dtype)
 
     def normalise(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return y / w for this rank's columns `[…, columns]`, in the data type of the inputs; a collective."""
@@ -47,22 +53,6 @@ class RMSNormParallel(ParallelLayer):
             return inputs * scales
         scaled = [inputs[..., start:stop] * scales[..., group : group + 1] for start, stop, group, _ in self.runs]
         return torch.cat(scaled, dim=-1)
-
-
-class GatedRMSNormParallel(RMSNormParallel):
-    """Root-mean-square norm with a gate: silu(gate) multiplies the input; with `norm_before_gate`, the output.
-
-    The norm of Mamba 2 (Dao & Gu 2024, arXiv:2405.21060). The gate has the shape of the input.
-    """
-
-    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        inputs = hidden_states.to(torch.float32)
-        factor = 1.0 if gate is None else nn.functional.silu(gate.to(torch.float32))
-        if getattr(self, "norm_before_gate", False):
-            output = self.weight * self.normalise(inputs) * factor
-        else:
-            output = self.weight * self.normalise(inputs * factor)
-        return output.to(hidden_states.dtype)
 
 
 class GaussianTopKParallel(ParallelLayer):
@@ -98,7 +88,7 @@ class HeadNormsParallel(ParallelLayer):
 @dataclass(frozen=True)
 class Norm(Rule):
     """Normalise cut outputs by the root mean square of all outputs; the ranks sum their squares. The norm module's
-    attributes give its groups of columns, and its forward shows whether it has a gate.
+    attributes give its groups of columns. A gate may multiply the inputs or the outputs.
 
     A norm per head needs no rule, because its width is not cut.
 
@@ -110,22 +100,17 @@ class Norm(Rule):
     unit: Unit = ""
     heads: str | None = None
 
-    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+    def apply(self, draft: Draft, path: str) -> None:
         module: Any = draft.modules[path]
         names = dict(module.named_parameters(recurse=False))
         if list(names) != ["weight"] or names["weight"].ndim != 1 or not hasattr(module, "variance_epsilon"):
-            what = type(module).__name__
-            raise PolicyError(f"{draft.who}: a {what} is no norm with one `weight` and a `variance_epsilon`")
+            raise PolicyError(f"a {type(module).__name__} is no norm with one `weight` and a `variance_epsilon`")
         width = names["weight"].shape[0]
-        ranges = draft.ranges(width, self.unit, 1, heads)
+        ranges = draft.ranges(width, self.unit)
         draft.cut(f"{path}.weight", 0, ranges)
         count = width // module.group_size if hasattr(module, "group_size") else getattr(module, "n_groups", 1)
-        attributes = [
-            {"runs": runs, "group_count": count, "group_width": width // count}
-            for runs in group_runs(ranges, width // count)
-        ]
-        gated = "gate" in inspect.signature(module.forward).parameters
-        draft.layer(path, GatedRMSNormParallel if gated else RMSNormParallel, attributes)
+        runs = [{"runs": own} for own in group_runs(ranges, width // count)]
+        draft.layer(path, RMSNormParallel, runs, group_count=count, group_width=width // count)
 
 
 @dataclass(frozen=True)
@@ -139,8 +124,8 @@ class HeadNorms(Rule):
 
     unit: Literal["query", "key"] = "query"
 
-    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
-        indices = [share.key if self.unit == "key" else share.query for share in heads]
+    def apply(self, draft: Draft, path: str) -> None:
+        indices = [share.key if self.unit == "key" else share.query for share in draft.heads]
         draft.layer(path, HeadNormsParallel, [{"head_indices": mine} for mine in indices])
 
 
@@ -149,6 +134,6 @@ class GaussianTopK(Rule):
     """Compute a top-k over cut outputs from the mean and the deviation of all outputs. For a module whose forward
     calls `_gaussian_topk` (Gemma 3n's MLP)."""
 
-    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+    def apply(self, draft: Draft, path: str) -> None:
         width = draft.attribute(draft.modules[path], "intermediate_size")
-        draft.layer(path, GaussianTopKParallel, [{"width": width}] * draft.world_size)
+        draft.layer(path, GaussianTopKParallel, width=width)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,15 +27,14 @@ class OwnHeads(Tensor):
     own: Tensor  # attention weights of this rank's heads, which attention layers of this rank read
     head_dim: int  # dimension of the heads
     head_sizes: Sequence[int]  # number of heads of each rank
-    _gather: Callable[[], Tensor] | None
-    _whole: Tensor | None
+    whole: Callable[[], Tensor]  # returns the attention weights of all heads; the first call gathers them
 
     @staticmethod
     def __new__(cls, own: Tensor, dim: int, sizes: Sequence[int], gather: Callable[[], Tensor]) -> OwnHeads:
         shape = (*own.shape[:dim], sum(sizes), *own.shape[dim + 1 :])
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=own.dtype, device=own.device)
         self.own, self.head_dim, self.head_sizes = own, dim, sizes
-        self._gather, self._whole = gather, None
+        self.whole = cache(gather)
         return self
 
     # __torch_dispatch__ alone handles the operations.
@@ -44,14 +44,8 @@ class OwnHeads(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map_only(cls, cls.whole, (args, kwargs or {}))
+        args, kwargs = tree_map_only(cls, gathered, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-    def whole(self) -> Tensor:
-        if self._whole is None:
-            assert self._gather is not None
-            self._whole, self._gather = self._gather(), None
-        return self._whole
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"OwnHeads({tuple(self.own.shape)} of {tuple(self.shape)})"
@@ -61,6 +55,14 @@ class OwnHeads(Tensor):
             f"attention weights of shape {tuple(self.shape)} are in an object from which ranks cannot gather all heads;"
             " return the weights in a tuple, list, dict or model output"
         )
+
+
+def heads_of(whole: Tensor, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
+    """Return a view of the heads of one rank, along the dimension of all heads; a rank without heads gets head 0.
+
+    `sizes` has the number of heads of each rank.
+    """
+    return whole.narrow(dim, sum(sizes[:rank]) if sizes[rank] else 0, max(1, sizes[rank]))
 
 
 def gathered(value: Any) -> Any:
@@ -85,6 +87,5 @@ class AllHeads:
         return cls(heads.whole(), heads.head_dim, heads.head_sizes)
 
     def own_of(self, rank: int) -> OwnHeads:
-        """Return the heads of rank `rank` of a stage; a rank without heads gets a copy of head 0."""
-        own = self.whole.narrow(self.dim, sum(self.sizes[:rank]) if self.sizes[rank] else 0, max(1, self.sizes[rank]))
-        return OwnHeads(own, self.dim, self.sizes, lambda: self.whole)
+        """Return the heads of rank `rank` of a stage."""
+        return OwnHeads(heads_of(self.whole, self.dim, self.sizes, rank), self.dim, self.sizes, lambda: self.whole)

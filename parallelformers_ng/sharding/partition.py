@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, groupby, pairwise, starmap
+from typing import Literal
 
 from parallelformers_ng.errors import PolicyError
-from parallelformers_ng.sharding.policy_words import Unit
 
 # Limit of a rank's bytes, in even shares: above the limit, the rank gets fewer columns that are not heads.
 _TOO_MUCH = 1.15
@@ -18,6 +18,22 @@ _OF_THE_WAIT = 0.75
 _OFF_RATIO = 1.01  # limit of a rank's bytes if the caller set a ratio, as a multiple of the rank's part of that ratio
 
 Range = tuple[int, int]  # a half-open interval `[start, stop)` along one dimension
+# Unit of a layer's width: query heads, key/value heads or plain columns. "" means "query" beneath a module with a
+# `Heads` rule and "column" elsewhere.
+Unit = Literal["", "query", "key", "column"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of several projections packed in one layer whose heads differ in width, as in a state-space mixer.
+
+    Args:
+        unit: kind of the heads in this part, "query" or "key".
+        width: columns of one head: a number, or the name of an attribute of the module with the `Heads` rule.
+    """
+
+    unit: Unit
+    width: int | str
 
 
 def spread(count: int, world_size: int, shares: Sequence[float] = ()) -> list[Range]:

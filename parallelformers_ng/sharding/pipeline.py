@@ -16,7 +16,7 @@ from parallelformers_ng.sharding.layers import LayerPlan
 from parallelformers_ng.sharding.placed import Placed, Stack, Stop
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.stages import find_stages, tensors_of, units
-from parallelformers_ng.sharding.tensor_plan import Shard, TensorPlan
+from parallelformers_ng.sharding.tensor_plan import Cut, Shard, plans_of_tensors
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
 
 
@@ -42,23 +42,20 @@ def in_stages(
     tensor_stages = {name: stage_of[unit] for unit, stage_names in names.items() for name in stage_names}
     width, stages = plan.world_size, len(shares)
 
-    tensors: dict[str, TensorPlan] = {}
-    holders: dict[tuple[str, tuple[Shard, ...]], str] = {}
-    for name, tensor in plan.tensors.items():
-        shards, rule = tensor.shards * stages, tensor.rule
-        if name in tensor_stages and tensor.shape:
-            stage = tensor_stages[name]
-            rule = f"stage {stage}"
-            own = [_as_range(shard, tensor.shape[0]) for shard in tensor.shards]
-            empty = [Shard(shard.dim or 0, ()) for shard in tensor.shards]
-            shards = tuple(chain.from_iterable(own if stage == each else empty for each in range(stages)))
-        storage = holders.setdefault((tensor.storage, shards), name)
-        tensors[name] = replace(tensor, shards=shards, storage=storage, rule=rule)
+    def staged(name: str) -> Cut:
+        tensor = plan.tensors[name]
+        if name not in tensor_stages or not tensor.shape:
+            return tensor.shards * stages, tensor.rule
+        stage = tensor_stages[name]
+        own = [_as_range(shard, tensor.shape[0]) for shard in tensor.shards]
+        empty = [Shard(shard.dim or 0, ()) for shard in tensor.shards]
+        return tuple(chain.from_iterable(own if stage == each else empty for each in range(stages))), f"stage {stage}"
+
     everyone = [replace(layer, attributes=layer.attributes * stages) for layer in plan.layers]
     return replace(
         plan,
         world_size=width * stages,
-        tensors=tensors,
+        tensors=plans_of_tensors(model, staged, lambda name, *_: plan.tensors[name].dtype),
         layers=[*everyone, *_layers(model, stage_of, width, stages, merged)],
         policy=plan.policy or "stages",
         blocks=list(dict.fromkeys((*plan.blocks, *stage_of))),

@@ -19,7 +19,7 @@ from torch import nn
 
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
-from parallelformers_ng.sharding.partition import HeadShare
+from parallelformers_ng.sharding.tensors import dotted, is_within
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,18 @@ class Rule:
         """Return whether the model has a layer or tensor at `path` that the rule can cut."""
         return path in draft.modules and not isinstance(draft.modules[path], nn.Identity)
 
-    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+    def apply(self, draft: Draft, path: str) -> None:
         """Record in the draft each rank's slices of the tensors at `path`, and the parallel layer of the module.
 
         Args:
-            draft: draft to extend, with `who` and `counter` set for this rule.
+            draft: draft to extend, with `rule`, `counter` and `heads` set for this rule.
             path: dotted path of the layer or tensor in the model.
-            heads: heads of each rank in the surrounding attention; empty outside attention.
 
         Raises:
-            PolicyError: the rule cannot cut the layer, or another rule has cut a tensor in another way.
+            PolicyError: the rule cannot cut the layer, or another rule has cut a tensor in another way. The builder
+                adds the names of rule and layer to the message.
         """
-        raise PolicyError(f"{draft.who}: {type(self).__name__} does not define how to cut a layer")
+        raise PolicyError(f"{type(self).__name__} does not define how to cut a layer")
 
 
 class Policy:
@@ -96,10 +96,7 @@ def moved(plan: Mapping[str, Rule], path: str, to: str) -> dict[str, Rule]:
     """
 
     def place(name: str) -> str:
-        inner = name.removeprefix(f"{path}.")
-        if name != path and inner == name:
-            return name
-        return to if name == path else f"{to}.{inner}".removeprefix(".")
+        return dotted(to, name.removeprefix(path).removeprefix(".")) if is_within(name, path) else name
 
     def counted(rule: Rule) -> Rule:
         heads: str | None = getattr(rule, "heads", None)

@@ -16,8 +16,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from parallelformers_ng.errors import PolicyError, did_you_mean
 from parallelformers_ng.sharding import rules
 from parallelformers_ng.sharding.heads import Heads
+from parallelformers_ng.sharding.partition import Part
 from parallelformers_ng.sharding.policy import Policy, Rule
-from parallelformers_ng.sharding.policy_words import Part
 from parallelformers_ng.sharding.tensors import dotted
 
 _ATTRIBUTES = {
@@ -55,11 +55,9 @@ def _check_attributes(policy: type[Policy], who: str) -> None:
             )
     for name, allowed in _ATTRIBUTES.items():
         value = getattr(policy, name)
-        if name in ("plan", "requires"):
-            right = isinstance(value, dict) and all(isinstance(key, str) for key in value)
-        else:
-            right = isinstance(value, (tuple, list)) and all(isinstance(item, str) for item in value)
-        if not (right or (name == "block" and isinstance(value, str))):
+        is_one_name = name == "block" and isinstance(value, str)
+        kinds = dict if name in ("plan", "requires") else (tuple, list)
+        if not is_one_name and not (isinstance(value, kinds) and all(isinstance(item, str) for item in value)):
             raise PolicyError(f"{who}: {name} is {value!r}; it takes {allowed}")
 
 

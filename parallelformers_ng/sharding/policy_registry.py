@@ -6,8 +6,10 @@ from __future__ import annotations
 import importlib
 import logging
 import pkgutil
-from collections.abc import Iterable, Sequence
+import runpy
+from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -19,6 +21,7 @@ from parallelformers_ng.sharding.builder import misfit
 from parallelformers_ng.sharding.policy import CustomPolicies, Policy, Selection, block_names, is_block
 from parallelformers_ng.sharding.policy_check import check_policy
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 log = logging.getLogger("parallelformers_ng")
 _MAX_LEFT = 0.1
@@ -55,16 +58,35 @@ def known_policies(
 @cache
 def written_policies() -> tuple[type[Policy], ...]:
     package = importlib.import_module("parallelformers_ng.policies")
-    policies: list[type[Policy]] = []
-    for name in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
-        module = importlib.import_module(f"{package.__name__}.{name}")
-        classes = (value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Policy))
-        policies += [policy for policy in classes if policy.__module__ == module.__name__]  # not imported ones
-    return tuple(policies)
+    names = sorted(f"{package.__name__}.{info.name}" for info in pkgutil.iter_modules(package.__path__))
+    return tuple(policy for name in names for policy in _defined(vars(importlib.import_module(name)), name))
+
+
+def policies_of_file(path: str) -> list[type[Policy]]:
+    """Run a Python file, and return the policies that it defines, in the file's order.
+
+    Policies that the file imports are left out.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no file of policies at {path}")
+    try:
+        policies = _defined(runpy.run_path(path, run_name="policies"), "policies")
+    except Exception as error:  # the file's code may raise anything
+        raise_if_of_handler(error)
+        raise PolicyError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    if not policies:
+        raise PolicyError(f"{path} defines no policy; define a class that inherits from Policy (POLICY.md)")
+    return policies
+
+
+def _defined(names: Mapping[str, Any], module: str) -> list[type[Policy]]:
+    """Return the policies that a module defines, without policies that the module imports."""
+    classes = (value for value in names.values() if isinstance(value, type) and issubclass(value, Policy))
+    return [policy for policy in classes if policy.__module__ == module]
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
-    lists: Iterable[nn.Module] = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     return list(dict.fromkeys(type(child).__name__ for items in lists for child in items.children()))
 
 

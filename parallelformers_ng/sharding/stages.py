@@ -3,7 +3,8 @@ pipeline use this module."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -70,25 +71,25 @@ def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: flo
             yield total
 
     sizes = [list(enumerate(filled(start), start + 1)) for start in range(count)]
-    fullest = {count: 0.0}  # the least possible fullness of the fullest stage, of the stages from each part on
-    for share in reversed(shares):
-        later_fullest, fullest = fullest, {}
-        for start in range(count):
-            largest = [max(size / share, later_fullest[stop]) for stop, size in sizes[start] if stop in later_fullest]
-            if largest:
-                fullest[start] = min(largest)
 
-    # Among all cuts with that fullness, choose the least sum of squares, from the last stage to the first.
-    best: list[dict[int, tuple[float, int]]] = [{count: (0.0, count)}]
-    for share in reversed(shares):
-        later, ends = best[-1], dict[int, tuple[float, int]]()
-        for start in range(count):
-            allowed = [(stop, size / share) for stop, size in sizes[start] if size / share <= fullest[0]]
-            ways = [(later[stop][0] + full**2, stop) for stop, full in allowed if stop in later]
-            if ways:
-                ends[start] = min(ways)
-        best.append(ends)
+    def cheapest(cost: Callable[[float, float], float], limit: float) -> list[dict[int, tuple[float, int]]]:
+        """Return, from the last stage to the first, part that begins the stage → least cost, and end of the stage.
+
+        `cost` takes the fullness of a stage and the cost of later stages. No stage is fuller than `limit`.
+        """
+        best = [{count: (0.0, count)}]
+        for share in reversed(shares):
+            ends = {}
+            for start in range(count):
+                allowed = [(stop, size / share) for stop, size in sizes[start] if size / share <= limit]
+                ways = [(cost(full, best[-1][stop][0]), stop) for stop, full in allowed if stop in best[-1]]
+                if ways:
+                    ends[start] = min(ways)
+            best.append(ends)
+        return best[1:]
+
+    fullest = cheapest(max, math.inf)[-1][0][0]
     bounds = [0]
-    for ends in reversed(best[1:]):
+    for ends in reversed(cheapest(lambda full, later: later + full**2, fullest)):
         bounds.append(ends[bounds[-1]][1])
     return list(pairwise(bounds))

@@ -11,7 +11,7 @@ import torch
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer
-from parallelformers_ng.sharding.partition import HeadShare, width_of
+from parallelformers_ng.sharding.partition import width_of
 from parallelformers_ng.sharding.policy import Rule
 from parallelformers_ng.sharding.tensors import dotted
 
@@ -27,7 +27,7 @@ class Stored(Rule):
 
     names: tuple[str, ...] = ("weight",)
 
-    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+    def apply(self, draft: Draft, path: str) -> None:
         for name in self.names:
             store(draft, path, name, 0)
 
@@ -36,14 +36,13 @@ def store(draft: Draft, path: str, name: str, dim: int) -> None:
     """Record in the draft a module's parameter or buffer that is sharded along `dim` and gathered at every read."""
     tensor = draft.tensor(dotted(path, name))
     if tensor is None:
-        what = type(draft.modules[path]).__name__
-        raise PolicyError(f"{draft.who}: {what} has no parameter or buffer {name!r}")
-    ranges = draft.ranges(tensor.shape[dim], "column", 1, [])
+        raise PolicyError(f"{type(draft.modules[path]).__name__} has no parameter or buffer {name!r}")
+    ranges = draft.ranges(tensor.shape[dim])
     draft.cut(dotted(path, name), dim, ranges)
-    known = draft.layers.get((path, StoredInParts))
+    known = draft.layers.get((path, StoredInParts, "stored"))
     before = known.attributes[0]["stored"] if known else {}
     stored = {**before, name: (dim, tuple(map(width_of, ranges)))}
-    draft.layer(path, StoredInParts, [{"stored": stored}] * draft.world_size)
+    draft.layer(path, StoredInParts, stored=stored)
 
 
 class StoredInParts(ParallelLayer):

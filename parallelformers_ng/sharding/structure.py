@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,8 +36,6 @@ class Layer:
     name: str  # dotted path in the model
     inputs: int  # number of inputs; for an Embedding, its rows
     outputs: int  # number of outputs
-    # position of the end of the module's first call among the first calls of all modules, from `traced_calls`
-    order: int
     is_embedding: bool = False  # whether the layer is an Embedding
 
 
@@ -72,13 +71,10 @@ def traced_calls(model: nn.Module) -> Iterator[dict[str, int]]:
     """
     calls: dict[str, int] = {}
 
-    def note(name: str) -> Any:
-        def hook(*_: object) -> None:
-            calls.setdefault(name, len(calls))
+    def note(name: str, *_: object) -> None:
+        calls.setdefault(name, len(calls))
 
-        return hook
-
-    hooks = [module.register_forward_hook(note(name)) for name, module in model.named_modules()]
+    hooks = [module.register_forward_hook(partial(note, name)) for name, module in model.named_modules()]
     try:
         yield calls
     finally:
@@ -86,22 +82,22 @@ def traced_calls(model: nn.Module) -> Iterator[dict[str, int]]:
             hook.remove()
 
 
-def called_layers(model: nn.Module, calls: dict[str, int], live: set[str]) -> list[Layer]:
-    where = places(model)
+def called_layers(model: nn.Module, calls: Iterable[str], live: set[str]) -> list[Layer]:
+    """Return the layers among the called modules, in the order of `calls`."""
+    where, modules = places(model), dict(model.named_modules())
     layers = []
-    for name, module in model.named_modules():
-        if name not in calls or f"{name}.weight" not in live:
-            continue
-        if isinstance(module, nn.Linear):
-            widths = (module.in_features, module.out_features)
-        elif isinstance(module, Conv1D):
-            widths = (module.nx, module.nf)
-        elif isinstance(module, nn.Embedding):
-            widths = (module.num_embeddings, module.embedding_dim)
-        else:
-            continue
-        layers.append(Layer(where[name], name, *widths, calls[name], isinstance(module, nn.Embedding)))
-    return sorted(layers, key=lambda layer: layer.order)
+    for name in calls:
+        module = modules.get(name)
+        if isinstance(module, (nn.Linear, Conv1D, nn.Embedding)) and f"{name}.weight" in live:
+            outputs = dim_of_outputs(module)
+            widths = module.weight.shape[1 - outputs], module.weight.shape[outputs]
+            layers.append(Layer(where[name], name, *widths, isinstance(module, nn.Embedding)))
+    return layers
+
+
+def dim_of_outputs(module: nn.Module) -> int:
+    """Return the dimension of outputs in the weight of a linear layer, `Conv1D`, embedding or convolution."""
+    return 1 if isinstance(module, (nn.Embedding, Conv1D)) else 0
 
 
 def tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -40,12 +40,8 @@ class Shard:
             return torch.zeros(self.shape(tuple(tensor.shape)), dtype=tensor.dtype, device=tensor.device)
         if self.dim is None:
             return tensor
-        pieces = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
-        if len(pieces) == 1:
-            return pieces[0]
-        if not pieces:
-            return tensor.narrow(self.dim, 0, 0)
-        return torch.cat(pieces, dim=self.dim)
+        pieces = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges or [(0, 0)]]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.dim)
 
 
 WHOLE = Shard()

@@ -68,15 +68,11 @@ def units_of(policy: type[Policy], heads: Collection[str]) -> list[CutUnit]:
     for path, rule in policy.plan.items():
         groups.setdefault(attention_of(path, rule, heads), []).append(path)
     roots = {key: _common_root(paths) for key, paths in groups.items()}
-    return [
-        CutUnit(
-            tuple(paths),
-            roots[key],
-            tuple(r for k, r in roots.items() if k != key and r and r != roots[key]),
-            key in heads,
-        )
-        for key, paths in groups.items()
-    ]
+    units = []
+    for key, paths in groups.items():
+        others = tuple(root for root in roots.values() if root and root != roots[key])
+        units.append(CutUnit(tuple(paths), roots[key], others, key in heads))
+    return units
 
 
 def attention_of(path: str, rule: Rule, heads: Iterable[str]) -> str:

@@ -12,12 +12,13 @@ from torch.compiler import is_compiling
 from transformers import PreTrainedModel
 
 from parallelformers_ng.errors import PolicyError
+from parallelformers_ng.live_code.self_changes import renormalizes
 from parallelformers_ng.live_code.stock import foreign_layer
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layers import ParallelLayer
 from parallelformers_ng.sharding.linear import GatheredColumnParallel, cannot_cut
-from parallelformers_ng.sharding.look_ups import in_range
-from parallelformers_ng.sharding.partition import HeadShare, cut_width
+from parallelformers_ng.sharding.look_ups import check_range, in_range
+from parallelformers_ng.sharding.partition import cut_width, width_of
 from parallelformers_ng.sharding.policy import Rule
 
 
@@ -31,22 +32,21 @@ class VocabularyParallelEmbedding(ParallelLayer):
 
     takes_part = False
     gives_part = False
-    first_row: int  # first id of this rank
-    row_count: int  # number of this rank's rows, possibly 0
-    gathered_sizes: Sequence[int]  # number of rows of each rank; the sum is the size of the vocabulary
+    gathered_sizes: Sequence[int]  # number of rows of each rank, possibly 0; the sum is the size of the vocabulary
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         input, low, high = self._in_range(input)
-        own_end = self.first_row + self.row_count
-        if self.row_count == 0:
+        sizes, rank = self.gathered_sizes, self.communicator.rank
+        rows, start = sizes[rank], sum(sizes[:rank])
+        if rows == 0:
             vectors = self.weight.new_zeros(*input.shape, self.weight.shape[1])
-        elif high < self.first_row or low >= own_end:
+        elif high < start or low >= start + rows:
             vectors = self._look_up(torch.zeros_like(input)).zero_()  # a read of `weight` may decode all of it
-        elif low >= self.first_row and high < own_end:
-            vectors = self._look_up(input - self.first_row)
+        elif low >= start and high < start + rows:
+            vectors = self._look_up(input - start)
         else:
-            local = input - self.first_row
-            elsewhere = (local < 0) | (local >= self.row_count)
+            local = input - start
+            elsewhere = (local < 0) | (local >= rows)
             vectors = self._look_up(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
         return self.communicator.all_reduce(vectors)
 
@@ -63,8 +63,7 @@ class VocabularyParallelEmbedding(ParallelLayer):
             return in_range(ids, size), 0, size - 1
         elif ids.numel():
             low, high = [int(ids)] * 2 if ids.numel() == 1 else [int(bound) for bound in torch.aminmax(ids)]
-            if low < 0 or high >= size:
-                raise IndexError(f"index out of range in self: id {low if low < 0 else high}, vocabulary of {size}")
+            check_range(low, high, size)
             return ids, low, high
         return ids, 0, size - 1
 
@@ -84,27 +83,24 @@ class Vocabulary(Rule):
     """Cut an embedding by rows: each rank looks up the ids of its rows, and the ranks sum the results. Needed for
     tables that the model does not name as its input embeddings."""
 
-    def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
+    def apply(self, draft: Draft, path: str) -> None:
         module: Any = draft.modules[path]
         if not isinstance(module, nn.Embedding) and not hasattr(module, "weight_integer"):
-            raise PolicyError(cannot_cut(draft.who, module, "rows of its vocabulary (an Embedding can)"))
+            raise PolicyError(cannot_cut(module, "rows of its vocabulary (an Embedding can)"))
         cls = VocabularyParallelEmbedding if isinstance(module, nn.Embedding) else QuantizedEmbeddingParallel
         cut_rows(draft, path, cls)
 
 
-def cut_rows(draft: Draft, path: str, cls: type[ParallelLayer], rule: str = "") -> None:
+def cut_rows(draft: Draft, path: str, cls: type[ParallelLayer]) -> None:
     """Record in the draft each rank's rows of an embedding or an output head."""
     module: Any = draft.modules[path]
     ranges = cut_width(module.weight.shape[0], ["column"], [], draft.world_size, shares=draft.row_shares)
     for name in ("weight", "bias"):
         if module._parameters.get(name) is not None:
-            draft.cut(f"{path}.{name}", 0, ranges, rule=rule)
-    bounds = [rank_ranges[0] if rank_ranges else (0, 0) for rank_ranges in ranges]
-    sizes = tuple(stop - start for start, stop in bounds)
-    shared: dict[str, Any] = {"gathered_sizes": sizes}
-    if issubclass(cls, VocabularyParallelEmbedding):
-        shared["padding_idx"] = None  # torch would check it against this rank's rows; only gradients need it
-    draft.layer(path, cls, [{"first_row": start, "row_count": stop - start, **shared} for start, stop in bounds])
+            draft.cut(f"{path}.{name}", 0, ranges)
+    # torch would check `padding_idx` against this rank's rows; only gradients need it
+    padding: dict[str, Any] = {"padding_idx": None} if issubclass(cls, VocabularyParallelEmbedding) else {}
+    draft.layer(path, cls, gathered_sizes=tuple(map(width_of, ranges)), **padding)
 
 
 def vocabulary_modules(model: nn.Module) -> Iterator[tuple[Any, Any]]:
@@ -142,8 +138,7 @@ def find_vocabulary(model: nn.Module) -> dict[str, type[ParallelLayer]]:
 def _is_plain(layer: nn.Module) -> bool:
     """Return whether a layer runs no foreign code and contains no layers, such as a part for added tokens or an
     adapter. An embedding that renormalises rows in place is not plain: a rank could change only its own rows."""
-    renormalises = getattr(layer, "max_norm", None) is not None
-    return not renormalises and not any(True for _ in layer.children()) and not foreign_layer(layer)
+    return not renormalizes(layer) and not any(True for _ in layer.children()) and not foreign_layer(layer)
 
 
 def _ask(accessor: object) -> nn.Module | None:

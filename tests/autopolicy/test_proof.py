@@ -17,9 +17,9 @@ from parallelformers_ng.autopolicy import trials
 from parallelformers_ng.autopolicy.proposal import Proposal
 from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
-from parallelformers_ng.autopolicy.single_layers import single_layers
 from parallelformers_ng.autopolicy.trials import Trials
 from parallelformers_ng.autopolicy.twin_making import make_twin
+from parallelformers_ng.autopolicy.twin_observation import single_layers
 from parallelformers_ng.cli.commands import main
 from parallelformers_ng.cli.coverage import policy_sources, verify_model
 from parallelformers_ng.collectives.communicator import Communicator
@@ -45,7 +45,7 @@ def search(world_size: int = 2, **options: object) -> Trials:
 
 def holds(rules: dict[str, object], trials: Trials) -> bool:
     proposal = Proposal("GraniteDecoderLayer", "attention", (rules,))
-    return trials.match([(proposal, rules)], True)
+    return trials.match([proposal], True)
 
 
 HEADS = Heads("config.num_attention_heads", "config.num_key_value_heads", "num_key_value_groups")
@@ -273,5 +273,5 @@ def test_random_greedy_tokens_prove_nothing(generate: Any, failure: str, monkeyp
         tolerance=1e-4,
     )  # fmt: skip
     attempt = trials.Trials(twin, None, 2)  # type: ignore[arg-type]
-    assert (attempt.prompt() is None) == bool(failure)
+    assert (attempt.prompt is None) == bool(failure)
     assert attempt.failure == failure

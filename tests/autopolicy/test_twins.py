@@ -259,7 +259,7 @@ class Remembering(tf.LlamaForCausalLM):
 def test_generation_state_stays_out_of_cut_copies() -> None:
     twin = make_twin(Remembering, tf.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, hidden_size=64))
     trials = Trials(twin, select(twin.model), 2)
-    assert trials.prompt() is not None, trials.failure
+    assert trials.prompt is not None, trials.failure
     assert twin.model.offset is None
     assert trials.match([], True), trials.failure
 
@@ -336,5 +336,5 @@ class Drawing(tf.GPT2LMHeadModel):
 def test_twins_leave_the_callers_random_stream() -> None:
     before = torch.get_rng_state()
     twin = make_twin(Drawing, tf.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, eos_token_id=1))
-    assert Trials(twin, Selection((), "none"), 2).prompt()
+    assert Trials(twin, Selection((), "none"), 2).prompt
     assert all(torch.equal(state, before) for state in Drawing.states)  # other threads may draw at these moments

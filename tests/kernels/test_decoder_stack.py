@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from parallelformers_ng import parallelize
-from parallelformers_ng.autopolicy.pipeline_proof import UNCUT
+from parallelformers_ng.autopolicy.proof import UNCUT
 from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import Communicator, SingleCommunicator

@@ -13,8 +13,8 @@ import torch
 import transformers as tf
 
 from parallelformers_ng import parallelize, plan, save_sharded
-from parallelformers_ng.autopolicy.pipeline_proof import UNCUT, may_merge
 from parallelformers_ng.autopolicy.planning import better
+from parallelformers_ng.autopolicy.proof import UNCUT, may_merge
 from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.cli.commands import main
 from parallelformers_ng.collectives.shared_result import FIRST_BYTES, share

@@ -171,7 +171,7 @@ def test_a_right_policy_is_proven_once(groups: Callable[[int], WorkerGroup], mon
     proofs: list[str] = []
     real = proof._objection
     monkeypatch.setattr(proof, "_objection", lambda *args: proofs.append("proof") or real(*args))
-    monkeypatch.setattr(proof, "_CUSTOM", {})
+    monkeypatch.setattr(proof, "_RESULTS", {})
     ids = torch.arange(3, 9)[None]
     for _ in range(2):
         model = gpt2()

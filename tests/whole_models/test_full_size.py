@@ -6,7 +6,7 @@ import pytest
 import transformers as tf
 from torch import nn
 
-from parallelformers_ng.autopolicy.layer_kinds import absent_kinds
+from parallelformers_ng.autopolicy.config_numbers import absent_kinds
 from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.sharding.structure import places
 from tests.zoo.full_size import measure

@@ -36,7 +36,7 @@ def varied_twin(cls: type[PreTrainedModel], config: PreTrainedConfig, seed: int)
     failures = []
     for varied in _variations(config, first_choice(cls, config).shapes):
         try:
-            model = build_tiny(cls, varied, None, seed)
+            model = build_tiny(cls, varied, seed)
         except Exception as error:  # modelling code may accept only some combinations of sizes
             failures.append(f"{type(error).__name__}: {error}".partition("\n")[0][:200])
             continue

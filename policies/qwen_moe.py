@@ -8,3 +8,11 @@ class Qwen2MoePolicy(LlamaPolicy):
     block = "Qwen2MoeDecoderLayer"
     plan = {**LlamaPolicy.plan, "mlp.experts": Experts(), **moved(MLP, "mlp", "mlp.shared_expert")}
     optional = ("mlp",)
+
+
+class Qwen3MoePolicy(LlamaPolicy):
+    """Qwen3's attention with routed experts, or with a plain MLP in some configurations."""
+
+    block = ("Qwen3MoeDecoderLayer", "Qwen3VLMoeTextDecoderLayer")
+    plan = {**LlamaPolicy.plan, "mlp.experts": Experts()}
+    optional = ("mlp",)
