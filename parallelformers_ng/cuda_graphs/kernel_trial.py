@@ -1,4 +1,4 @@
-"""Decides, once for a model, whether kernels compute its recorded steps, or its modules."""
+"""Decides, once for each model, whether Triton kernels or the model's modules compute the recorded decode steps."""
 
 # The first step that may be recorded is run in both ways, from the same cache. The kernels compute from then on if
 #
@@ -23,10 +23,10 @@ from parallelformers_ng.collectives.shared_result import agreed
 from parallelformers_ng.cuda_graphs.masks import masks_converted_once
 from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, CudaRecorder
 
-# Way to compute a step: by the modules; by the modules, while it is noted whether the kernels could; layer by layer by
-# both; by the kernels.
+# How a step runs: by the modules; by the modules, with a check whether the kernels support the step; by both, layer by
+# layer, with a comparison; by the kernels.
 KernelMode: TypeAlias = Literal["modules", "watched", "both", "kernels"]
-# Runs of a recorded step, of which the fastest counts.
+# Number of timed replays of a CUDA graph; the fastest replay counts.
 REPLAYS = 5
 _logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class KernelTrial:
     """The trial that decides whether one model's decode steps use kernels or modules.
 
     Args:
-        kernels: `kernels.step_kernels.StepKernels`, of a room above this one.
+        kernels: `kernels.step_kernels.StepKernels`; not imported, because its package imports this one.
 
     Attributes:
         mode: result of the trial, "modules" or "kernels", equal on all ranks; None before the trial.
@@ -54,22 +54,23 @@ class KernelTrial:
     def decide(
         self, step: Callable[[], Any], snapshot: Callable[[], Sequence[tuple[Tensor, Tensor]]], counts: Sequence[Tensor]
     ) -> None:
-        """Run a step in several ways, set `mode`, and restore the tensors of the cache.
+        """Compare kernels and modules on one decode step, set `mode`, and restore the tensors of the cache.
 
-        All ranks must call this method at the same step, because they exchange their results. Errors make the modules
-        compute, except those of a collective between the ranks.
+        All ranks must call this method at the same step, because they exchange their results. After an error, the
+        modules compute the steps; but errors of collectives between the ranks are raised.
 
         Args:
             step: function that runs the step over the cache. The tensors of the step must stay at the same addresses
                 until this method returns.
             snapshot: function that returns (tensor, copy of the tensor) for every tensor of the cache.
-            counts: at least one tensor of the cache, with the position that a step writes to, int64 without dimensions.
+            counts: tensors of the cache, at least one, with the position that a step writes to, int64 without
+                dimensions.
         """
         agree = functools.partial(agreed, self._communicator, counts[0].device)
         reason = agree(self._kernels.obstacle)
         if not reason:
             saved = snapshot()
-            # Ranks that compute both ways exchange more than ranks that do not: first all must know that all do.
+            # All ranks must start the comparison or none, because it runs more collectives: agree on that first.
             reason = agree(lambda: self._unserved(step))
             _restore(saved)
         if not reason:
