@@ -117,7 +117,6 @@ def layers_of(cache: Any) -> list[Any]:
 
 
 def layers_with_keys(cache: Any) -> list[Any]:
-    """Return the layers of a cache that keep keys and values."""
     return [layer for layer in layers_of(cache) if type(layer).__name__ != EMPTY]
 
 

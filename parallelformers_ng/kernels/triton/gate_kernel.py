@@ -35,7 +35,7 @@ def gate_kernel(g, u, y, columns, g_row, u_row, SPLITS: tl.constexpr, BLOCK: tl.
 
 
 def gate_launches(g: Tensor, u: Tensor, dtype: torch.dtype) -> tuple[tuple[Launch], Tensor]:
-    """Return the launch, and its output y, `[rows, columns]`, contiguous.
+    """Return the launch that computes y = silu(g) ⊙ u, and its output y, `[rows, columns]`, contiguous.
 
     Args:
         g, u: partial results, `[splits, rows, columns]`, dense along the columns.

@@ -29,7 +29,7 @@ from torch import Tensor
 from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two, splits_for
 from parallelformers_ng.kernels.triton.rotary_kernel import row_step
 
-# Least size of each side of a product that Triton compiles (`tl.dot`).
+# Smallest size of each dimension of a matrix product (`tl.dot`) that Triton compiles.
 MIN_SIDE = 16
 _KEYS_AT_ONCE = 64
 _MAX_SPLITS = 64
@@ -154,10 +154,10 @@ def attention_launches(
 
 
 def splits_of(pairs: int, room: int) -> int:
-    """Choose the number of splits of the keys, 1 to 64, equal for all steps over a cache: a recording repeats it.
+    """Choose the number of splits of the keys, 1 to 64; equal for all steps over a cache, as CUDA graphs need it.
 
     Args:
-        pairs: number of key/value heads, times the number of rows rounded up to a power of two. A recording has this
+        pairs: number of key/value heads, times the number of rows rounded up to a power of two. A CUDA graph has this
             number of rows; its kernels were compiled in the step before the recording.
         room: number of positions of the cache.
     """
