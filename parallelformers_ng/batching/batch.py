@@ -48,7 +48,7 @@ class Batch:
         self._options, self._trial, self.steps = options, trial, steps
         self._numbers, self._batches = itertools.count(), itertools.count()
         self._batch = next(self._batches)
-        self._adapters: ActiveAdapters | None = None  # adapters of all rows, and of the kept prefixes
+        self._adapters: ActiveAdapters | None = None  # adapters of all rows, and of the sequences in the prefix cache
         self._arrived: deque[Ticket] = deque()
         self._waiting: dict[int, Ticket] = {}
         self._running: dict[int, Ticket] = {}

@@ -160,8 +160,7 @@ class _Choices(TorchFunctionMode):
 
     Attributes:
         between_equals: whether a score that was left out equals a score that was chosen. This happens if scores end in
-            ReLU, which gives many zeros. Padding changes such a choice, but the few tokens of the proof may not show
-            it.
+            ReLU, which gives many zeros. Padding changes the choice, but may not change the few tokens of the proof.
     """
 
     between_equals = False

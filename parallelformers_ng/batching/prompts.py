@@ -36,7 +36,7 @@ _OF_THEIR_OWN = ("mems", "past_buckets_states")
 class PrefillOutput:
     """The results of prompts that ran together."""
 
-    rows: list[BatchRow]  # rows of the prompts
+    rows: list[BatchRow]
     logits: torch.Tensor  # logits of each prompt's last token, `[rows, vocabulary]`
     cache: Any  # cache of the prompts; None if the model runs whole sequences at every step
     # Mask of the cache, `[rows, columns]`: 0 for padding, 1 for tokens. The data type is int64, or for one row that
@@ -52,8 +52,8 @@ def rows_of(results: list[PrefillOutput]) -> list[BatchRow]:
 class _Chunk:
     """Tokens of prompts that one step of the model runs: some tokens of one prompt, or all of several prompts."""
 
-    rows: list[BatchRow]  # rows of the prompts
-    begin: int  # first column of the step
+    rows: list[BatchRow]
+    begin: int  # first column (token position) of the step
     end: int  # column after the last one; shorter prompts have padding up to it
 
     @property
@@ -81,8 +81,7 @@ class Prompts:
         latest: number of tokens in the latest pass, padding included.
         latest_begin: first column that the latest pass ran of its last prompt.
         ran_beside: whether the latest pass has called the argument `beside` of `run`.
-        is_causal: whether tokens see no later tokens. If they do, each prompt runs whole, alone, and not from the
-            cache.
+        is_causal: whether tokens see no later tokens. If not, each prompt runs whole, alone, and not from the cache.
     """
 
     def __init__(self, model: Any, prefixes: PrefixCache) -> None:
@@ -138,7 +137,8 @@ class Prompts:
         return [self._finish(*each) for each in zip(chunks, logits, strict=True) if each[0].is_last]
 
     def _chunks(self, most: int, max_steps: int) -> list[_Chunk]:
-        """Divide the next pass into steps. Only the last step may end before its prompt does."""
+        """Divide the waiting prompts into the steps of the next pass. Only the last step may leave a prompt
+        unfinished."""
         chunks, waiting, is_joint = list[_Chunk](), [*self._waiting], max_steps > 1
         while waiting and (not chunks or (len(chunks) < max_steps and chunks[-1].is_last and most >= _WORTH_A_STEP)):
             chunks.append(self._chunk(waiting, 0 if chunks else self._done, most, is_joint))

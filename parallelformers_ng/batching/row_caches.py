@@ -56,12 +56,12 @@ def holds_any(cache: Any) -> bool:
 
 
 def keeps_all(cache: Any) -> bool:
-    """Return whether a cache keeps the keys and values of all tokens, and no states."""
+    """Return whether a cache keeps keys and values of all tokens, and no states of convolutions or linear attention."""
     return is_of_tokens_alone(cache) and all(type(layer) is DynamicLayer for layer in layers_of(cache))
 
 
 def keeps_windows(cache: Any) -> bool:
-    """Return whether a cache keeps the keys and values of all tokens or of a sliding window, and no states.
+    """Return whether a cache keeps keys and values of all tokens or of a sliding window, and no other states.
 
     Layers that read the keys and values of other layers may keep nothing.
     """
@@ -121,7 +121,7 @@ def layers_with_keys(cache: Any) -> list[Any]:
 
 
 def note_columns(cache: Any, columns: int) -> None:
-    """Set the token counter of layers with a sliding window."""
+    """Set the number of tokens that layers with a sliding window have counted."""
     for layer in layers_of(cache):
         if hasattr(layer, "cumulative_length"):  # counts all tokens, also those outside the sliding window
             layer.cumulative_length = columns
@@ -146,7 +146,7 @@ def _holders(cache: Any) -> list[dict[str, Any]]:
 
 
 def _states(place: Any) -> Iterator[_CacheTensor]:
-    """Yield the states in nested lists and dictionaries; change tuples to lists, so that states can be replaced."""
+    """Yield the state tensors in nested lists and dictionaries; make tuples lists, so that states can be replaced."""
     for key in range(len(place)) if isinstance(place, list) else place:
         if isinstance(place[key], tuple):
             place[key] = list(place[key])

@@ -111,7 +111,7 @@ class Slots:
         kept = slice(self.columns - columns, self.columns)
         for layer, memory in zip(layers_with_keys(self._growing.cache), self._memory, strict=True):
             window = getattr(layer, "sliding_window", columns + 1)
-            first = self.columns - min(columns, window - 1)  # the next step adds the last token of a window
+            first = self.columns - min(columns, window - 1)  # one less than a window: the next step adds a token
             layer.keys, layer.values = (states[:, :, first : self.columns].index_select(0, index) for states in memory)
         note_columns(self._growing.cache, columns)
         self._growing.mask = self._mask[:, kept].index_select(0, index)

@@ -42,8 +42,7 @@ class Ticket:
         given_up: whether the caller has stopped waiting.
         failures: number of failed rounds in which the call was a suspect.
         suspect: number of tokens until which the call is suspected of causing a failure. Two suspects never share a
-            round. After a second failure, a suspect shares rounds with no other call, so that only the faulty call
-            fails.
+            round. After a second failure, it shares rounds with no other call, so that only the faulty call fails.
     """
 
     def __init__(
@@ -98,11 +97,10 @@ class Ticket:
         self.ended = True
 
     def begin_again(self, error: BaseException, suspected: bool) -> bool:
-        """Restart the call at its prompt after a failed round, or end the call with the error. Return whether it
-        restarts.
+        """Restart the call at its prompt after a failed round, or end it with the error. Return whether it restarts.
 
-        The call ends at its third failure as a suspect, or if its processors or criteria have state, which cannot be
-        reset.
+        The call ends at its third failure as a suspect, or if its processors or criteria have state, which cannot
+        restart.
         """
         self.failures += suspected
         if self.failures >= _MAX_FAILURES or self.call.objects.parts:  # objects with changed state cannot start again

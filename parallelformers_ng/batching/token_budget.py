@@ -27,11 +27,11 @@ class TokenBudget:
 
     Args:
         patience: longest time that rows may wait for a pass of prompts, beside the time of a step, in seconds.
-        device: kind of device that computes.
+        device: type of the device that computes, "cpu" or "cuda".
 
     Attributes:
         step_seconds: duration of a step of the rows; 0 if not measured yet.
-        steps: number of steps while no prompt waits.
+        steps: number of decode steps in a round while no prompt waits.
         widest: most prompt tokens in a round if no row waits for its next token.
     """
 

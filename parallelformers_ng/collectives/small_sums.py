@@ -137,7 +137,7 @@ class SmallSums:
 
     def close(self) -> None:
         """Wait for the device, and free the memory. CUDA graphs that contain sums must have been destroyed before."""
-        with contextlib.suppress(RuntimeError):  # a request has already reported an error of the device
+        with contextlib.suppress(RuntimeError):  # ignore device errors, which a request has already reported
             torch.cuda.synchronize(self._device)
         self._closed.set()
         self._thread.join()

@@ -79,7 +79,7 @@ class SpanningNcclCommunicator(NcclCommunicator):
 
     @contextlib.contextmanager
     def _queueing(self, kind: int) -> Iterator[None]:
-        """Abort the group if NCCL raises an error meanwhile, which is often a consequence of another host's abort."""
+        """Abort the group if NCCL raises an error in the `with` block; often another host has aborted before."""
         try:
             with super()._queueing(kind):
                 yield

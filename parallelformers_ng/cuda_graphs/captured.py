@@ -44,7 +44,7 @@ class CapturedSteps:
         self.recorder = recorder
         self.trial: KernelTrial | None = None
         self._communicator = communicator
-        self._caches: dict[int, ReusableCache] = {}  # bucket of rows → cache
+        self._caches: dict[int, ReusableCache] = {}  # number of rows (a power of two) → cache
         self._current: ReusableCache | None = None
         communicator.before_reset(self.forget)
 

@@ -1,12 +1,13 @@
 """Decides, once for each model, whether Triton kernels or the model's modules compute the recorded decode steps."""
 
-# The first step that may be recorded is run in both ways, from the same cache. The kernels compute from then on if
+# The first step that may be recorded runs both by the kernels and by the modules, from the same cache. The kernels
+# compute all later steps if
 #
-# - on every rank each layer's output, and what it wrote to the cache, agrees with the modules' on the model's inputs;
-# - a recording of the step with the kernels is not slower than one without them, by the clock of rank 0's device.
+# - on every rank each layer's output, and the keys and values that it wrote to the cache, agree with the modules';
+# - a CUDA graph of the step with the kernels is not slower than one with the modules, on the clock of rank 0's device.
 #
-# Else the modules compute, and the log says why, in one line. The first step is run once more in the chosen way: the
-# same call twice gives the same tokens.
+# Otherwise the modules compute, and the log says why, in one line. The first step runs once more in the chosen way, so
+# that the same call gives the same tokens at a second time.
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class CudaRecorder:
             current.wait_stream(self._stream)
 
     def record(self, step: Callable[[], Any]) -> tuple[Any, torch.cuda.CUDAGraph]:
-        """Record a step as a CUDA graph without computing it; return its output, which each replay overwrites, and the
+        """Record a step as a CUDA graph without computing it. Return the output, which replays overwrite, and the
         graph.
 
         The caller must pass the graph to `destroy`.
@@ -91,7 +91,7 @@ class CudaRecorder:
 
 
 class Uncapturable(Exception):
-    """The reason why a decode step cannot be recorded, as the message of an exception."""
+    """Raised if a decode step cannot be recorded as a CUDA graph; the message is the reason."""
 
 
 class StepArguments:
@@ -125,7 +125,7 @@ class StepArguments:
 
     @cached_property
     def can_be_padded(self) -> bool:
-        """Whether every tensor is known to have the rows as its first dimension, so that rows can be added."""
+        """Whether rows can be added: the rows must be the known first dimension of every tensor."""
         return all(
             tensor.ndim == _DIMENSIONS.get(name) and len(tensor) in (1, self.rows)
             for name, tensor in zip(self._names, self.tensors, strict=True)
@@ -140,7 +140,7 @@ class StepArguments:
     def buffers(self, width: int) -> list[Tensor]:
         """Return new contiguous tensors for a CUDA graph, `[width, …]`, with the data types of the arguments.
 
-        Added rows are copies of the first row, which are valid values. A tensor to which no rows can be added keeps its
+        Added rows are copies of the first row, which are valid values. A tensor that cannot have more rows keeps its
         shape.
         """
         buffers = []
@@ -151,7 +151,7 @@ class StepArguments:
         return buffers
 
     def with_tensors(self, tensors: list[Tensor]) -> dict[str, Any]:
-        """Return the arguments with other tensors, in the same order."""
+        """Return the step's arguments with `tensors` in the place of its own tensors, in the same order."""
         remaining = iter(tensors)
         return tree_map_only(Tensor, lambda _: next(remaining), self.given)
 

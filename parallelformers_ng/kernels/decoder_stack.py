@@ -43,8 +43,7 @@ class LayersAsOne(nn.ModuleList):
     """A list of decoder layers. While `as_one` is true, slicing all layers returns a single function, `run`.
 
     Attributes:
-        as_one: whether `run` replaces the layers; true during the forward of a model that does nothing between its
-            layers.
+        as_one: whether the layers run as one; true during the forward of a model with nothing between its layers.
     """
 
     as_one = False
@@ -165,7 +164,7 @@ class _StackInC:
 
     @classmethod
     def of(cls, layers: list[nn.Module]) -> _StackInC | None:
-        """Return the arguments for decoder layers; None if one call of C cannot run all layers."""
+        """Return the kernel's arguments for decoder layers; None if one call of C cannot run all layers."""
         halves = [layer.halves() if isinstance(layer, FusedDecoderLayer) else (None, None) for layer in layers]
         known = [(attention, feed) for attention, feed in halves if attention is not None and feed is not None]
         if not known or len(known) < len(halves):
@@ -186,7 +185,7 @@ class _StackInC:
         step = None if self.guard.has_hooks() else self._first.step_for(hidden, **kwargs)
         cache: Any = kwargs.get(CACHE)
         if step is None or joint_room(cache, self._cached(cache)) is not None:
-            return step  # the other layers' caches are alike
+            return step  # layers that share one cache tensor have equal shapes
         if not all(attention.may_extend(cache, step) for attention in self._attentions):
             return None
         return step if len({attention.tokens_in(cache) for attention in self._attentions}) == 1 else None

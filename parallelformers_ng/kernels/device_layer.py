@@ -11,10 +11,11 @@
 # 9. The down projection.
 #
 # Products of quantized weights with few outputs are partial results. The kernel of the next line adds them, see
-# `triton/partial_results.py`. Before a sum over several ranks an eleventh and a twelfth kernel do, after lines 5 and 9.
+# `triton/partial_results.py`. With several ranks, two more kernels add them, after lines 5 and 9, before the sum
+# over the ranks.
 #
-# The modules stay what they are. They serve prompts and all that the kernels do not, and the kernels are compared with
-# them: see `step_kernels.py`. Figures: benchmarks/results/gpu.md.
+# The modules stay in the model. They compute prompts, and all else that the kernels cannot compute, and the kernels are
+# compared with them: see `step_kernels.py`. Figures: benchmarks/results/gpu.md.
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def compare_before_forks() -> None:
 
 
 def forget(model: nn.Module) -> None:
-    """Drop what the kernels know about a model's modules, because attributes of the modules were set."""
+    """Make the kernels read a model's modules again, because attributes of the modules have changed."""
     Step.forget()
     for module in model.modules():
         if isinstance(module, (FusedDecoderLayer, LayersAsOne)):

@@ -85,7 +85,7 @@ class Half:
         self.epsilons = tuple(0.0 if norm is None else norm.variance_epsilon for norm in norms)
 
     def may_stand_for_modules(self, hidden: Tensor) -> bool:
-        """Return whether the kernel can compute the input, `[batch, tokens, hidden]`, and no hook of a module must
+        """Return whether the kernel can compute an input, `[batch, tokens, hidden]`, and no module has a hook to
         run."""
         batch, tokens, width = hidden.shape
         fits = hidden.dtype is self.dtype and width == self.hidden and batch * tokens <= self.max_rows

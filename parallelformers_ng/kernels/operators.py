@@ -180,7 +180,8 @@ def serve_stock_code(is_stock: bool) -> None:
 
 
 def may_serve(device: str = "cpu") -> bool:
-    """Return whether kernels may replace modules on a type of device."""
+    """Return whether kernels may replace modules: in inference mode, without autocast, `torch.compile` or foreign
+    code."""
     return (
         _code_is_stock
         and not torch.compiler.is_compiling()
@@ -232,7 +233,7 @@ def spans_of(mask: Tensor | None, sequences: int, queries: int) -> Tensor | None
 
 
 def mask_arguments(mask: Tensor | None) -> tuple[int, int, int, int]:
-    """Return the fields of the C struct `Mask` of `_queries.h`."""
+    """Return a mask's fields in the C struct `Mask` of `_queries.h`."""
     if mask is None:
         return 0, 0, 0, _NO_MASK
     batch, head = (0 if mask.shape[dim] == 1 else mask.stride(dim) * mask.itemsize for dim in (0, 1))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-# Largest number of rows for a joint product. With more rows, arithmetic takes the time, and it saves none.
+# Largest number of rows for a joint product. With more rows, arithmetic takes the time, and joining saves none.
 MAX_ROWS = 64
 _ROWS_COMPARED = 16
 

@@ -3,14 +3,14 @@
 y = (x Qᵀ) ⊙ s + b          Q: `[outputs, inputs]` of 8 bits, s: an fp32 scale for each output
 """
 
-# Up to three weights that read the same x are one product (q | k | v, gate | up). Each keeps its own tensors.
+# One launch multiplies x by up to three weights (q | k | v, gate | up), which stay separate tensors.
 #
 # Numbers are widened to the data type of x, which holds all of them, and multiplied by tensor cores; sums are fp32.
 # fp8 is widened by shifts of its bits, for not every card from sm_80 on converts it.
 #
-# Launches: 1. For many outputs, with a program for every 32 outputs. Each program sums over all inputs by itself. For
-# few outputs these programs would not keep a large card busy. Then there are programs for every 32 outputs and split of
-# the inputs, and y is partial results, in fp32:
+# Launches: 1. For many outputs, each program computes 32 outputs, and sums over all inputs by itself. For few outputs,
+# so few programs would not keep a large card busy. Then each program sums over one split of the inputs, and y has
+# partial results, in fp32:
 #
 #     p = (x Qᵀ over the inputs of the split) ⊙ s, and + b in the first split.
 #
