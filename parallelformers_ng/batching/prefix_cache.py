@@ -20,8 +20,8 @@ ranks (600M, bf16): 0.02 and 0.65 ms a token. Larger models run slower, with abo
 
 @dataclass(eq=False)
 class _Sequence:
-    """A kept sequence: token ids on the host, int64 `[tokens]`; the bytes of the first ids; and each layer's keys and
-    values, `[1, heads, tokens, width]`."""
+    """A kept sequence: token ids on the host, int64 `[tokens]`; the first ids as bytes, for a fast search; and each
+    layer's keys and values, `[1, heads, tokens, width]`."""
 
     ids: torch.Tensor
     start: bytes

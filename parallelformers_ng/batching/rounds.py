@@ -55,7 +55,7 @@ class RoundOutput:
     """One rank's report of a round."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)  # number of a row → its new tokens
-    ended: list[int] = field(default_factory=list)  # numbers of complete rows
+    ended: list[int] = field(default_factory=list)  # numbers of rows that have ended without an error
     # Number of a failed row → the error, or None if another rank raised the error. All ranks raise errors of
     # arguments; only the rank that chooses the row's tokens raises errors of processors.
     failed: dict[int, Description | None] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class RankBatch:
         output.token_bytes = self._rows.token_bytes
         if self._model.device.type == "cuda":
             output.free_bytes = torch.cuda.mem_get_info(self._model.device)[0]
-            if not self._rows.is_ahead:  # after a step in flight, `Newest.give` checks the ids
+            if not self._rows.is_ahead:  # while a step is in flight, `Newest.give` checks the token ids
                 look_ups.check()
         for row in changed_rows:
             if row.number in order.leaves:  # the caller has given up this row, which just joined

@@ -31,7 +31,7 @@ class _CacheTensor:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor, as `[rows, columns, …]`; a state has no columns."""
+        """The tensor, transposed to `[rows, columns, …]`; a state of linear attention has no columns: `[rows, …]`."""
         content: torch.Tensor = self.place[self.key]
         return content if self.aligned is None else content.movedim(self.aligned, (0, 1))
 
@@ -111,7 +111,7 @@ def token_bytes(cache: Any) -> int:
 
 
 def layers_of(cache: Any) -> list[Any]:
-    """Return the layers of a cache; an empty list for a cache of states."""
+    """Return the layers of a cache; an empty list if the cache has states of linear attention, and no layers."""
     layers = getattr(cache, "layers", ())
     return [part for layer in layers for part in getattr(layer, "parts", (layer,))]  # an int8 layer has two parts
 

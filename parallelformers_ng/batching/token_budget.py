@@ -43,11 +43,10 @@ class TokenBudget:
 
     @property
     def chunk(self) -> int:
-        """Number of prompt tokens that a round runs beside a decode step, so that the step's rows wait at most
-        `patience`.
+        """Number of prompt tokens that a round runs beside a decode step, so that its rows wait at most `patience`.
 
-        The number is 4, 5, 6 or 7 times a power of two, so that small changes of the speed do not change the chunks of
-        a prompt.
+        The number is 4, 5, 6 or 7 times a power of two, so that small changes of the speed do not change a prompt's
+        chunks.
         """
         if not self._speed:
             return _FIRST_CHUNK

@@ -103,7 +103,7 @@ def static_generation(
 
 
 def check_compiler(model: PreTrainedModel, arguments: Mapping[str, Any], world_size: int) -> None:
-    """Raise ParallelError if a `generate` call would compile collectives into CUDA graphs."""
+    """Raise ParallelError if a `generate` call on CUDA devices would compile collectives into CUDA graphs."""
     config = arguments.get("generation_config") or model.generation_config
     _refuse_graphs(arguments.get("compile_config", getattr(config, "compile_config", None)), world_size)
 

@@ -3,7 +3,7 @@
 y = silu(g) ⊙ u
 """
 
-# Launches: 1, with a program for each piece of a row.
+# Launches: 1, with a program for each block of a row.
 # Bytes: g and u are read once, y is written once. g and u may be views of one product. They are partial results, whose
 # sums are rounded to the data type of y before the gate, see `partial_results.py`.
 

@@ -81,8 +81,8 @@ def _both_scaled(numbers, scales):
 
 @triton.jit
 def _scaled(numbers, scales):
-    # The low bits of `numbers` times scales, rounded as a weight in memory is; for Triton's interpreter, which runs no
-    # PTX.
+    # Returns the low numbers times their scales, rounded as a dequantized weight would be. Triton's interpreter, which
+    # runs no PTX, uses this function.
     bits = ((numbers.to(tl.int32) & 15) ^ 8) | 0x4B000000
     return ((bits.to(tl.float32, bitcast=True) - 8388616.0) * scales.to(tl.float32)).to(scales.dtype)
 
