@@ -41,8 +41,7 @@ class Choice:
         self._communicator = communicator
 
     def choose(self, rows: list[BatchRow], logits: torch.Tensor, places: list[int]) -> torch.Tensor | None:
-        """Choose the next token of each row from logits, `[slots, vocabulary]`. `places` has the batch slot of each
-        row.
+        """Choose each row's next token from logits, `[slots, vocabulary]`. `places` has the batch slot of each row.
 
         On the CPU, each rank chooses for a share of the rows, and all ranks gather the tokens. On a device, rank 0
         chooses for all greedy rows at once, and the host waits once.

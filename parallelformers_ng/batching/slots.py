@@ -45,7 +45,7 @@ class Slots:
         self._model, self.steps, self._static, self._growing = model, steps, static, growing
         static.fill(layers_with_keys(growing.cache), slots, self.columns)
         self._memory = [layer.whole for layer in static.layers]
-        self.lend()  # replaces the growing cache's tensors, which frees their memory
+        self.lend()  # frees the growing cache's tensors: views of the slots replace them
         self._mask = growing.mask.new_zeros((slots, static.length), dtype=torch.long)
         self._mask[:rows, : self.columns] = growing.mask
         # `step` writes this to the mask's last two columns. The first says whether the slot has a row. The second is 1

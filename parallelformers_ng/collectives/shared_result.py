@@ -17,7 +17,7 @@ from parallelformers_ng.wire.by_value import ReferenceUnpickler
 
 T = TypeVar("T")
 
-# Bytes of the first exchange, before other ranks know the result's size. Usually a decode step's result fits.
+# Bytes that `share` sends before other ranks know the result's size. The result of a decode step usually fits.
 FIRST_BYTES = 32 * 1024
 _WORD, _LINE = 8, 64
 _TEXT_BYTES = 256

@@ -44,7 +44,7 @@ class JointPass:
         self.max_tokens = stack.max_rows
         self._model, self._stack = model, stack
         self._waiting: list[StepInC] = []  # steps of prompts whose layers have not run yet
-        self._last: list[list[int]] = []  # `PromptStep.last` of the steps of prompts
+        self._last: list[list[int]] = []  # for each step of prompts, the indices of the last tokens (`PromptStep.last`)
         self._rows = 0  # number of rows of the decode step, until its head has run
         self._logits = torch.empty(0)
 

@@ -195,7 +195,7 @@ class Step:
 
     Attributes:
         sequences, queries: number of sequences, and number of new tokens of each sequence.
-        tokens: number of tokens of each sequence, new tokens included; None if the step fits any number.
+        tokens: number of tokens that each sequence must have, new tokens included; None if any number is allowed.
         fits: whether the kernel can compute attention in this step; if not, `arguments` is missing.
         arguments: addresses, strides and counts, in the order of the kernel's arguments.
     """

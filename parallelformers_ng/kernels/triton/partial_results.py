@@ -58,8 +58,7 @@ def sum_kernel(p, y, rows, outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def row_distance(p: Tensor) -> int:
-    """Return the distance between rows of partial results, in elements. A split must begin where the rows before it
-    end.
+    """Return the distance between rows of partial results, in elements. Rows of the next split must follow directly.
 
     Args:
         p: partial results, `[splits, rows, outputs]`, of all outputs of a product or of some of them.
