@@ -47,8 +47,8 @@ class Trial:
 
     Attributes:
         is_due: whether the proof has begun or must begin with the next call.
-        in_chunks: whether prompts may run together, in chunks, and from kept prefixes. If not, each prompt runs whole
-            and alone.
+        in_chunks: whether prompts may share passes, run in chunks, and use the prefix cache. If not, each prompt runs
+            whole and alone.
     """
 
     def __init__(self, at_once: bool, edits: LiveEdits | None = None) -> None:

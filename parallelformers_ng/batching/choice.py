@@ -91,7 +91,7 @@ class Choice:
         if logits.device.type != "cpu":
             best = pad(logits.max(-1, keepdim=True).indices, (0, 1), value=GOES_ON)
             choices = [best[place] for place in places]
-            for index, choice in chosen.items():  # as an outcome, False is GOES_ON and True is ENDED
+            for index, choice in chosen.items():  # `choice[1]` is the outcome: False is GOES_ON, True is ENDED
                 choices[index] = (
                     torch.full_like(best[0], FAILED) if choice is None else torch.cat((choice[0][0], choice[1].long()))
                 )

@@ -51,8 +51,8 @@ class PrefixCache:
     def fill(self, cache: Any, prompts: Sequence[torch.Tensor], length: int) -> None:
         """Fill an empty cache with the kept keys and values of each prompt's first `length` tokens; each prompt gets a
         row. The sequences that have these tokens become the most recently used ones."""
-        found = [self._best(ids)[1] for ids in prompts]
-        sequences = [sequence for sequence in found if sequence is not None]
+        best = [self._best(ids)[1] for ids in prompts]
+        sequences = [sequence for sequence in best if sequence is not None]
         used = dict.fromkeys(sequences)
         self._sequences = [*(each for each in self._sequences if each not in used), *used]
         for index, layer in enumerate(layers_of(cache)):

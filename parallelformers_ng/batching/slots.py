@@ -148,8 +148,8 @@ class CapturedRows:
             self.reason = f"rows of this model's {type(growing.cache).__name__} cannot be copied to a static cache"
             return None
         slots = max(bucket_of(rows), min(bucket_of(max_rows), MAX_POSITIONS // length))
-        if held := steps.rows_held(slots, needed):
-            slots = held
+        if existing_rows := steps.rows_held(slots, needed):
+            slots = existing_rows
         else:
             steps.forget()  # a batch uses one cache; earlier caches would take memory that rows need
         static = steps.cache(slots, needed, length, lambda: cache_without_windows(self._model.config, length))

@@ -118,8 +118,7 @@ class Ticket:
     # -- in the thread of the caller -----------------------------------------------------------------------------
 
     def wait(self, end: float) -> torch.Tensor | None:
-        """Wait until the call ends; return prompt and new tokens, int64 `[1, tokens]`, or None if the call is
-        `lost`."""
+        """Wait until the call ends; return prompt and new tokens, int64 `[1, tokens]`, or None if it is `lost`."""
         cancellation = cancellation_of_thread()
         cancellation.wake = self.ring
         next_look = time.monotonic() + LOOK_SECONDS

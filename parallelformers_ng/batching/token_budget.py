@@ -56,7 +56,7 @@ class TokenBudget:
         return tokens // least * least
 
     def measure(self, order: Round, output: RoundOutput, seconds: float) -> None:
-        """Adjust the next rounds to the duration of a round."""
+        """Adjust the sizes of the next rounds to the duration of the round that has just ended."""
         typical = order.chunk // 2 if self._speed else 0  # a pass of fewer tokens takes almost as long, and says little
         if output.prompt_tokens >= max(_MIN_CHUNK, typical):
             # Limit the fixed time to a quarter of the pass: on a cold processor, a step takes several times as long.

@@ -146,7 +146,7 @@ class SmallSums:
         _unregister_process_group(self._name)
 
     def _watch(self) -> None:
-        with torch.cuda.device(self._device), contextlib.suppress(RuntimeError):  # requests report device errors
+        with torch.cuda.device(self._device), contextlib.suppress(RuntimeError):  # ignore: requests report them
             while not self._closed.wait(_RELEASE_SECONDS if self._has_released else _LOOK_SECONDS):
                 with self._lock:
                     self._has_released |= self._is_aborted() or time.monotonic() >= self._deadline
@@ -179,22 +179,22 @@ def proven_small_sums(
     places = communicator.all_gather(torch.tensor([device.index if may_try else -1], device=device)).tolist()
     if min(places) < 0:
         return None
-    made: list[SmallSums] = []
+    created: list[SmallSums] = []
 
     def make() -> None:
-        made.append(SmallSums(rank, world_size, store, device, is_aborted))
+        created.append(SmallSums(rank, world_size, store, device, is_aborted))
 
     reason = "the group was aborted"
     try:
         refused = agree(lambda: _obstacle(device, places)) or agree(make)
-        reason = refused or agree(lambda: made[0].difference(communicator))
+        reason = refused or agree(lambda: created[0].difference(communicator))
     finally:
-        if made and reason:
-            made[0].close()
+        if created and reason:
+            created[0].close()
     if rank == 0:
         done = f"stay with NCCL: {reason}" if reason else "read the memory of the other devices"
         _logger.info("sums of less than %d KiB %s", MAX_BYTES // 1024, done)
-    return None if reason else made[0]
+    return None if reason else created[0]
 
 
 def _obstacle(device: torch.device, places: list[int]) -> str:

@@ -54,7 +54,7 @@ def compare_before_forks() -> None:
     because a forked process could not use devices then.
     """
     if _decode is not None:
-        threads, asked = torch.get_num_threads(), torch.cuda.is_current_stream_capturing
+        threads, is_capturing = torch.get_num_threads(), torch.cuda.is_current_stream_capturing
         torch.set_num_threads(1)
         # transformers' mask functions ask whether a CUDA graph is being recorded. That initializes the CUDA driver
         # (`cuInit`), even for a model on the CPU.
@@ -62,7 +62,7 @@ def compare_before_forks() -> None:
         try:
             layers_agree()
         finally:
-            torch.cuda.is_current_stream_capturing = asked
+            torch.cuda.is_current_stream_capturing = is_capturing
             torch.set_num_threads(threads)
 
 
@@ -82,7 +82,8 @@ def _change(model: nn.Module, left: Collection[str] = (), checked: bool = False)
         cls: type = type(module)
         if path in left:
             continue
-        if cls is nn.Linear and one_by_one and "weight" in module._parameters:  # e.g. torch's weight_norm has none
+        # A linear layer without the parameter `weight` computes it in a hook of torch, for example weight_norm.
+        if cls is nn.Linear and one_by_one and "weight" in module._parameters:
             module.__class__ = StreamingLinear
         elif cls is QuantizedLinear:
             module.__class__ = StreamingQuantizedLinear

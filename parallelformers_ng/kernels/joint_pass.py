@@ -45,7 +45,7 @@ class JointPass:
         self._model, self._stack = model, stack
         self._waiting: list[StepInC] = []  # steps of prompts whose layers have not run yet
         self._last: list[list[int]] = []  # for each step of prompts, the indices of the last tokens (`PromptStep.last`)
-        self._rows = 0  # number of rows of the decode step, until its head has run
+        self._rows = 0  # number of rows of the decode step that runs together with prompts
         self._logits = torch.empty(0)
 
     @classmethod

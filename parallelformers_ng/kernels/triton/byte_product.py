@@ -49,7 +49,7 @@ def _fp8_as_float32(bits):
     # The bits were read as int8. An fp8 exponent counts from 7, one of float32 from 127. NaN, which no encoder writes,
     # is read as 480.
     placed = ((bits.to(tl.int32) << 20) & -0x78100000).to(tl.float32, bitcast=True)
-    return placed * 1.329227995784916e36  # 2 ** 120
+    return placed * 1.329227995784916e36  # times 2¹²⁰, because the exponent's bias is 127 in float32, but 7 in fp8
 
 
 @triton.jit

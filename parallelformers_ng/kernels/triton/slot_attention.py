@@ -51,7 +51,7 @@ def split_kernel(
     query, column = tl.arange(0, QUERIES), tl.arange(0, BLOCK)
     is_query, is_column = query < groups, column < WIDTH
     end = tl.minimum(tl.load(lengths + row * length_row).to(tl.int32) + 1, room)
-    # Without a window, `window` is 0. Triton 3.9 needs more registers for the same code without a window.
+    # `window` is 0 if a row sees all positions. Without this branch, Triton 3.9 would need more registers.
     start = 0
     if window > 0:
         start = tl.maximum(end - window, 0)
