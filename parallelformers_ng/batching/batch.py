@@ -35,9 +35,11 @@ class Batch:
     """The calls that one group decodes together. Any thread may call `add` and `look`; other methods are for the
     group's thread.
 
-    `steps` becomes None after the ranks have failed to record a step. `room` is the most tokens in the caches of all
-    rows, padding included; without a limit of the caller, it is infinite until a round has measured the free memory.
-    The lock `is_due` is held while a round is queued but has not begun.
+    Attributes:
+        steps: mode of the decode steps; None after the ranks have failed to record a step as a CUDA graph.
+        room: most tokens in the caches of all rows, padding included. Without a limit of the caller, it is infinite
+            until a round has measured the free memory.
+        is_due: lock that is held while a round is queued but has not begun.
     """
 
     def __init__(self, options: BatchingOptions, trial: Trial, group: WorkerGroup, steps: StaticSteps | None) -> None:
@@ -46,7 +48,7 @@ class Batch:
         self._options, self._trial, self.steps = options, trial, steps
         self._numbers, self._batches = itertools.count(), itertools.count()
         self._batch = next(self._batches)
-        self._adapters: ActiveAdapters | None = None  # adapters of all rows, and of the kept prefixes
+        self._adapters: ActiveAdapters | None = None  # adapters of all rows, and of the sequences in the prefix cache
         self._arrived: deque[Ticket] = deque()
         self._waiting: dict[int, Ticket] = {}
         self._running: dict[int, Ticket] = {}
@@ -61,12 +63,12 @@ class Batch:
     def add(self, ticket: Ticket, coming: Sized) -> None:
         """Queue a call. The call joins the batch as soon as a row and cache tokens are free.
 
-        If nothing runs, the method waits for calls that other threads prepare, at most half of `prefill_patience`,
-        because prompts that begin together run faster than prompts between the steps of other rows.
+        If nothing runs, the method waits for the calls `coming`, which other threads prepare, at most half of
+        `prefill_patience`. Prompts that begin together run faster than prompts between the steps of other rows.
         """
         is_first = not self.busy
         self._arrived.append(ticket)
-        if self._is_gathering:  # the first call looks later
+        if self._is_gathering:  # the first call waits in `_gather`, and then queues a round
             return
         if is_first:
             self._gather(coming)
@@ -80,7 +82,7 @@ class Batch:
         pause, arrived = min(self._budget.step_seconds / 4, _LONGEST_PAUSE), 0
         try:
             self._is_gathering = True
-            time.sleep(0)  # other threads may run, and announce their calls
+            time.sleep(0)  # lets other threads run, which may announce calls
             while (len(coming) or (was_shared and arrived < len(self._arrived))) and time.monotonic() < end:
                 arrived = len(self._arrived)
                 time.sleep(pause)
@@ -103,7 +105,7 @@ class Batch:
         for number, ticket in joins.items():
             self._running[number] = self._waiting.pop(number)
             ticket.runs = True
-            if ticket.call.adapters != self._adapters:  # no row with the earlier adapters is left
+            if ticket.call.adapters != self._adapters:  # the earlier adapters have no row any more
                 self._adapters, self._batch = ticket.call.adapters, next(self._batches)
         self._max_rows = max(self._max_rows, len(self._running))
         if not self._running and not leaves:
@@ -113,7 +115,7 @@ class Batch:
         calls = {number: (*ticket.parcel, ticket.call.seed) for number, ticket in joins.items()}
         positions = min((ticket.positions for ticket in self._running.values()), default=0) if self.steps else 0
         if positions and self.room is not math.inf:
-            positions = max(positions, int(self.room))  # without a recording, a step copies the whole cache
+            positions = max(positions, int(self.room))  # without a CUDA graph, a step copies the whole cache
         rows, updates = self._options.rows, dict[int, tuple[bytes, int]]()
         for number, ticket in self._running.items():
             update, ticket.update = ticket.update, None
@@ -164,12 +166,12 @@ class Batch:
         self._go_on(changed)
 
     def _go_on(self, changed: list[Ticket]) -> None:
-        """Queue the next round, then wake the callers of the changed calls that have news for their thread."""
+        """Queue the next round if calls are left, then wake the callers whose calls have output."""
         if self.busy:
             self.look()
         for ticket in changed:
             if ticket.has_output:
-                # The next request is sent first, because a caller that wakes up would delay this thread.
+                # Wake callers after the next request is sent: a caller that wakes up would delay this thread.
                 self.group.do_later(ticket.ring)
 
     def _measure(self, outputs: list[RoundOutput]) -> None:
@@ -184,8 +186,8 @@ class Batch:
         """Restart or end all running calls after a round failed.
 
         A call that may have caused the error is a suspect; suspects run in separate rounds. If a device ran out of
-        memory, no call is a suspect: later rounds have shorter chunks of prompts, and after another such error their
-        steps are not recorded.
+        memory, no call is a suspect: later rounds run shorter chunks of prompts, and after another such error no CUDA
+        graphs.
         """
         running, self._running = self._running, {}
         self._batch = next(self._batches)
@@ -202,8 +204,8 @@ class Batch:
         self._go_on([*running.values()])
 
     def _use_less_memory(self, error: torch.OutOfMemoryError, order: Round) -> bool:
-        """Shorten the chunks of prompts, or, if they are short already, stop recording steps. Return whether a repeated
-        round needs less memory than `order`."""
+        """Shorten the chunks of prompts, or, if they are short already, use no more CUDA graphs. Return whether a
+        repeated round needs less memory than `order`."""
         if self._budget.use_less_memory():
             return True
         if order.positions > 0:
@@ -211,7 +213,7 @@ class Batch:
         return order.positions > 0
 
     def _without_graphs(self, why: str) -> None:
-        """Log why the ranks could not record a step; record no more steps, and free the memory of the recordings."""
+        """Log why the ranks could not record a CUDA graph; use no more graphs, and free the memory of earlier ones."""
         if self.steps is not None:
             level = logging.INFO if self.steps.by_default else logging.WARNING
             log.log(level, "calls that are decoded together run without CUDA graphs: %s", why)
@@ -221,11 +223,12 @@ class Batch:
     def end(self, error: BaseException, others: BaseException | None) -> None:
         """End all calls of the batch and wake their callers, because the group has ended or a round failed.
 
-        Without `others`, the error for the waiting calls, these calls are lost, for another group to run.
+        Calls with a row get `error`, and waiting calls get `others`; if that is None, another group may run the waiting
+        calls.
         """
         running, waiting = [*self._running.values()], [*self._waiting.values()]
         self._running, self._waiting, self._batch = {}, {}, next(self._batches)
-        with contextlib.suppress(IndexError):  # other threads may still add calls, or end this batch too
+        with contextlib.suppress(IndexError):  # ends when the queue is empty, also if other threads change it
             while True:
                 waiting.append(self._arrived.popleft())
         for ticket in running:
@@ -240,7 +243,7 @@ class Batch:
 
 
 class _RoundRequest(Request):
-    """A request of a round, which chooses the calls of the round just before the request is sent."""
+    """A request for one round. It chooses the round's calls just before it is sent, so that late calls can join."""
 
     def __init__(self, batch: Batch) -> None:
         super().__init__("decode_rows", (), Flag.EACH | Flag.TO_DEVICE)

@@ -47,8 +47,8 @@ class Trial:
 
     Attributes:
         is_due: whether the proof has begun or must begin with the next call.
-        in_chunks: whether prompts may run together, in chunks, and from kept prefixes. If not, each prompt runs whole
-            and alone.
+        in_chunks: whether prompts may share passes, run in chunks, and use the prefix cache. If not, each prompt runs
+            whole and alone.
     """
 
     def __init__(self, at_once: bool, edits: LiveEdits | None = None) -> None:
@@ -61,10 +61,11 @@ class Trial:
         self._code = 0
 
     def why_alone(self, cls: Any, config: Any, code: int = 0, end: float = math.inf) -> str:
-        """Reason why calls of a model run alone; "" if calls may share a batch.
+        """Return why calls of a model must run alone; "" if calls may share a batch.
 
-        The first call, and the first call after a change of `code`, the number of changes of the model's code, starts
-        the proof in a thread of its own. Calls wait for its end if the trial was made with `at_once`.
+        `code` is the number of changes of the model's code. The first call, and the first call with another `code`,
+        starts the proof in a new thread. If the trial was made with `at_once`, all calls wait for the proof, until the
+        deadline `end`.
         """
         self.is_due = True
         with self._lock:
@@ -111,14 +112,14 @@ def prove(cls: Any, config: Any, edits: LiveEdits | None = None) -> tuple[str, b
 
 
 def why_alone(model: Any, in_chunks: bool, lengths: Sequence[tuple[int, int]] = PROMPTS) -> str:
-    """Reason why calls of a small random model may not share a batch; "" if they may. Its experts implementation
-    becomes "eager".
+    """Return why calls of a small random model may not share a batch; "" if they may. The function sets the model's
+    experts implementation to "eager".
 
     `lengths` are the prompt tokens and new tokens of each call.
     """
     if in_chunks and not is_causal(model):
         return "tokens see later tokens of a prompt"  # the ranks run such prompts whole, so a trial would prove nothing
-    model.set_experts_implementation("eager")  # like the ranks; other kernels need wider layers than a small copy has
+    model.set_experts_implementation("eager")  # as on the ranks; other kernels need wider layers than a small copy has
     vocab_size = model.config.get_text_config().vocab_size
     numbers = torch.Generator().manual_seed(1)
     calls: list[dict[str, Any]] = [
@@ -134,7 +135,7 @@ def why_alone(model: Any, in_chunks: bool, lengths: Sequence[tuple[int, int]] = 
     calls[-1]["input_ids"][:, :4] = calls[1]["input_ids"][:, :4]
     for call in calls:
         if call["input_ids"][0, -1] == model.generation_config.pad_token_id:
-            # The prompt must not end with padding.
+            # Replace a pad token at the end: `shared_call` refuses such prompts.
             call["input_ids"][0, -1] = (call["input_ids"][0, -1] + 1) % vocab_size
     try:
         with torch.inference_mode():
@@ -155,11 +156,11 @@ def why_alone(model: Any, in_chunks: bool, lengths: Sequence[tuple[int, int]] = 
 
 
 class _Choices(TorchFunctionMode):
-    """Watches the choices of `topk`.
+    """Detects calls of `topk` that choose between equal scores.
 
     Attributes:
-        between_equals: whether a score that was left out equals one that was taken. An indexer whose few heads end in
-            ReLU gives many zeros. The different choice shows in few tokens of the proof, by chance in none.
+        between_equals: whether a score that was left out equals a score that was chosen. This happens if scores end in
+            ReLU, which gives many zeros. Padding changes the choice, but may not change the few tokens of the proof.
     """
 
     between_equals = False
@@ -178,7 +179,7 @@ def _watched(call: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
     seen: list[torch.Tensor] = []
 
     def watch(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if not threading.main_thread().is_alive():  # Python waits for this thread
+        if not threading.main_thread().is_alive():  # stop, because Python's exit waits for this thread
             raise RuntimeError("the program has ended")
         seen.append(scores)
         return scores

@@ -12,21 +12,21 @@ from parallelformers_ng.sharding import look_ups
 
 
 class Newest:
-    """The chosen tokens of greedy rows: on a device, and on their way to the host.
+    """The newest token of each greedy row: on the device, and in an asynchronous copy to the host.
 
-    The copy to the host is queued at once. So the host waits only for the step of these tokens, and not for a later
-    step that is queued before the host reads them. With the tokens come the bounds of the ids that were looked up.
+    The copy is queued at once. So the host waits only for the step that chose these tokens, and not for a later step
+    that is queued before the host reads them. The copy also has the bounds of the ids that embeddings have looked up.
     """
 
     def __init__(self, on_device: torch.Tensor) -> None:
         self.on_device = on_device
         numbers = torch.cat((on_device.flatten(), *look_ups.bounds()))
-        self._on_host = numbers.to("cpu", non_blocking=True)  # page-locked, so that nothing waits
+        self._on_host = numbers.to("cpu", non_blocking=True)  # page-locked memory, so that the host does not wait
         self._has_arrived = torch.cuda.Event()
         self._has_arrived.record()
 
     def give(self, rows: list[BatchRow], places: list[int]) -> None:
-        """Wait for the tokens, and give them to the rows at the given places."""
+        """Wait until the tokens are on the host, and add to each row the token of its batch slot in `places`."""
         self._has_arrived.synchronize()
         numbers = self._on_host.tolist()
         look_ups.check(numbers[len(self.on_device) :])
@@ -35,18 +35,18 @@ class Newest:
 
 
 class Choice:
-    """The choice of next tokens."""
+    """Chooses the next tokens of rows, together with the other ranks."""
 
     def __init__(self, communicator: Communicator | None) -> None:
         self._communicator = communicator
 
     def choose(self, rows: list[BatchRow], logits: torch.Tensor, places: list[int]) -> torch.Tensor | None:
-        """Choose the next token of each row from logits, `[places, vocabulary]`.
+        """Choose each row's next token from logits, `[slots, vocabulary]`. `places` has the batch slot of each row.
 
         On the CPU, each rank chooses for a share of the rows, and all ranks gather the tokens. On a device, rank 0
         chooses for all greedy rows at once, and the host waits once.
 
-        Return the newest token of each place, int64 `[places, 1]` on the device; None if the host has the tokens only.
+        Return the newest token of each batch slot on the device, int64 `[slots, 1]`; None on the CPU.
         """
         if (newest := self.best(rows, logits)) is not None:
             newest.give(rows, places)
@@ -56,7 +56,7 @@ class Choice:
         chosen = self._chosen_here(rows, logits, places)
         if self._communicator is not None:
             chosen = self._communicator.all_gather(chosen, 0)
-        newest_ids = [chosen[0, 0, :1]] * len(logits)  # any id for a free place
+        newest_ids = [chosen[0, 0, :1]] * len(logits)  # a free slot needs some id, which has no effect
         for index, (row, outcomes) in enumerate(zip(rows, chosen.transpose(0, 1).tolist(), strict=True)):
             owner = row.number % ranks
             token, outcome = outcomes[owner]
@@ -68,16 +68,17 @@ class Choice:
         return torch.stack(newest_ids) if on_device else None
 
     def best(self, rows: list[BatchRow], logits: torch.Tensor) -> Newest | None:
-        """Return the tokens with the largest logits, as rank 0 has them; None on the CPU, or if not all rows are
-        greedy. The method does not wait for the device."""
+        """Return the tokens with the largest logits, which rank 0 chooses for all ranks; None on the CPU, or if not all
+        rows are greedy. The method does not wait for the device."""
         if logits.device.type == "cpu" or any(row.greedy is None for row in rows):
             return None
         newest = logits.max(-1, keepdim=True).indices
         return Newest(newest if self._communicator is None else self._communicator.all_gather(newest[None], 0)[0])
 
     def _chosen_here(self, rows: list[BatchRow], logits: torch.Tensor, places: list[int]) -> torch.Tensor:
-        """Token and outcome of each row of this rank's share, int64 `[1, rows, 2]`; any numbers for the rows of other
-        ranks. The outcome of a greedy row is GOES_ON."""
+        """Choose for this rank's share of the rows. Return token and outcome of each row, int64 `[1, rows, 2]`, with
+        any numbers for rows of other ranks. The outcome of a greedy row is GOES_ON: the caller calls
+        `BatchRow.after`."""
         rank, ranks = (0, 1) if self._communicator is None else (self._communicator.rank, self._communicator.world_size)
         own = [index for index, row in enumerate(rows) if row.number % ranks == rank]
         scores = {index: logits[places[index], None] for index in own if rows[index].greedy is None}
@@ -90,7 +91,7 @@ class Choice:
         if logits.device.type != "cpu":
             best = pad(logits.max(-1, keepdim=True).indices, (0, 1), value=GOES_ON)
             choices = [best[place] for place in places]
-            for index, choice in chosen.items():  # False is GOES_ON, True is ENDED
+            for index, choice in chosen.items():  # `choice[1]` is the outcome: False is GOES_ON, True is ENDED
                 choices[index] = (
                     torch.full_like(best[0], FAILED) if choice is None else torch.cat((choice[0][0], choice[1].long()))
                 )
@@ -107,7 +108,7 @@ class Choice:
 
 
 def _of(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """The rows of `logits` with the given indices, without a copy if the indices have one stride."""
+    """Return `logits[rows]`; without a copy if the indices have equal distances, so that a slice selects the rows."""
     stride = rows[1] - rows[0] if len(rows) > 1 else 1
     is_range = rows == list(range(rows[0], rows[0] + stride * len(rows), stride))
     return logits[rows[0] : rows[-1] + 1 : stride] if is_range else logits[rows]

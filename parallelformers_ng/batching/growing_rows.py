@@ -31,7 +31,8 @@ class GrowingRows:
         self._model = model
 
     def put(self, cache: Any, mask: torch.Tensor, places: list[int], count: int) -> None:
-        """Add rows at `places`, so that there are `count` rows. The shorter of the two caches is padded."""
+        """Copy the rows of another cache to the batch slots `places`, and pad the shorter cache. `count` is the new
+        number of slots."""
         columns = max(self.mask.shape[1], mask.shape[1])
         self.mask = pad(self.mask, (columns - self.mask.shape[1], 0, 0, count - len(self.mask)))
         self.mask[places] = pad(mask, (columns - mask.shape[1], 0)).to(self.mask.dtype)
@@ -45,6 +46,6 @@ class GrowingRows:
         return self._model(**inputs_of(self._model, newest, positions, **arguments), return_dict=True)
 
     def keep(self, places: list[int], columns: int) -> None:
-        """Remove all rows except `places`, and all columns except the last `columns`. The method copies the cache."""
+        """Copy the last `columns` columns of the batch slots `places` to new tensors, and drop the old ones."""
         self.mask = self.mask[places, self.mask.shape[1] - columns :]
         row_caches.keep_rows(self.cache, places, columns)

@@ -39,21 +39,22 @@ class Penalties:
 
 
 def penalized(scores: torch.Tensor, sequences: Sequence[torch.Tensor], penalties: Sequence[Penalties]) -> torch.Tensor:
-    """Scores of each row's next token with the row's penalties, float32 `[rows, vocabulary]`; the sequences are int64
-    `[tokens]`."""
+    """Apply each row's penalties to the scores of its next token, float32 `[rows, vocabulary]`, and return new scores.
+    Each sequence has the tokens of prompt and answer, int64 `[tokens]`."""
     rows, vocab_size = scores.shape
     scores = scores.clone()
     flat = scores.view(-1)
     settings = [number for each in penalties for number in (each.repetition, each.presence, each.frequency)]
     biased = [(row * vocab_size + token, value) for row, each in enumerate(penalties) for token, value in each.bias]
     numbers = torch.tensor(settings + [number for pair in biased for number in pair], dtype=torch.float64)
-    numbers = numbers.to(flat.device)  # one copy for all rows; places are exact in float64
+    numbers = numbers.to(flat.device)  # one copy to the device; float64 holds indices exactly
     repetition, presence, frequency = numbers[: len(settings)].to(flat.dtype).view(rows, 3).unbind(1)
     if biased:
         places, values = numbers[len(settings) :].view(-1, 2).unbind(1)
         flat.index_add_(0, places.long(), values.to(flat.dtype))
     base = torch.arange(rows, device=flat.device) * vocab_size
-    # Below, a place that occurs several times gets the same value each time. To drop the others, the host would wait.
+    # Below, an index may occur several times, always with the same value. The host would have to wait to drop
+    # duplicates.
     if any(each.repetition != 1 for each in penalties):
         places = torch.cat([sequence + base[row] for row, sequence in enumerate(sequences)])
         old, factors = flat[places], repetition[places // vocab_size]

@@ -14,14 +14,14 @@ from parallelformers_ng.batching.row_caches import keeps_all, layers_of
 MIN_TOKENS = 16
 """Least tokens of a kept sequence. Shorter prefixes save less time than their bookkeeping costs."""
 _COPIES = 32
-"""Number of tokens whose keys and values are copied in the time in which one token of a prompt runs. Measured on two
-CPU ranks (600M, bf16): 0.02 and 0.65 ms a token. Larger models run slower, with about as large keys and values."""
+"""Copying the keys and values of this many tokens takes as long as running one token of a prompt. Measured on two CPU
+ranks (600M, bf16): 0.02 and 0.65 ms a token. Larger models run slower, with about as large keys and values."""
 
 
 @dataclass(eq=False)
 class _Sequence:
-    """A kept sequence: token ids on the host, int64 `[tokens]`; the bytes of the first ids; and each layer's keys and
-    values, `[1, heads, tokens, width]`."""
+    """A kept sequence: token ids on the host, int64 `[tokens]`; the first ids as bytes, for a fast search; and each
+    layer's keys and values, `[1, heads, tokens, width]`."""
 
     ids: torch.Tensor
     start: bytes
@@ -29,7 +29,7 @@ class _Sequence:
 
 
 class PrefixCache:
-    """The most recently used sequences. All ranks keep the same sequences.
+    """The keys and values of the most recently used sequences; the sequences are the same on all ranks.
 
     Args:
         limit: most tokens of all kept sequences together.
@@ -45,14 +45,14 @@ class PrefixCache:
         self._sequences.clear()
 
     def length(self, ids: torch.Tensor) -> int:
-        """Length of the longest kept prefix of a prompt, int64 `[1, tokens]`: at most all tokens but one."""
+        """Return how many first tokens of a prompt, int64 `[1, tokens]`, are in the cache; at most all but the last."""
         return self._best(ids)[0]
 
     def fill(self, cache: Any, prompts: Sequence[torch.Tensor], length: int) -> None:
-        """Fill an empty cache, with a row for each prompt, with the first `length` tokens. Their sequences become the
-        most recently used ones."""
-        found = [self._best(ids)[1] for ids in prompts]
-        sequences = [sequence for sequence in found if sequence is not None]
+        """Fill an empty cache with the kept keys and values of each prompt's first `length` tokens; each prompt gets a
+        row. The sequences that have these tokens become the most recently used ones."""
+        best = [self._best(ids)[1] for ids in prompts]
+        sequences = [sequence for sequence in best if sequence is not None]
         used = dict.fromkeys(sequences)
         self._sequences = [*(each for each in self._sequences if each not in used), *used]
         for index, layer in enumerate(layers_of(cache)):
@@ -63,14 +63,13 @@ class PrefixCache:
             layer.keys, layer.values = keys, values
 
     def keep(self, ids: torch.Tensor, cache: Cache, row: int, copies: bool = True) -> None:
-        """Keep a sequence, whose keys and values are in the last columns of a row; drop kept sequences that are
-        prefixes of it.
+        """Keep a sequence, int64 `[1, tokens]`, whose keys and values are in the last columns of a row of a cache.
 
-        A sequence with fewer than `min_tokens` or more than `limit` tokens is not kept. It is also not kept if an
-        earlier kept sequence begins with all its tokens but the last, or with so many that running the others again
-        takes less time than the copy. No sequence is kept from a cache for which `row_caches.keeps_all` is False, or
-        that has a layer without keys, because the model skips the layer. Beyond `limit` tokens in total, the least
-        recently used sequences are dropped. Without `copies`, the caller must not change the cache later.
+        Kept sequences that are prefixes of it are dropped. Beyond `limit` tokens in total, the least recently used
+        sequences are dropped, too. The method does nothing if the sequence has fewer than `min_tokens` or more than
+        `limit` tokens, if `row_caches.keeps_all(cache)` is False, or if the model skips a layer, which then has no
+        keys. It also does nothing if a kept sequence begins with all tokens but the last, or if running the other
+        tokens again takes less time than the copy. If `copies` is False, the caller must not change the cache later.
         """
         tokens = ids.shape[1]
         if not self._min_tokens <= tokens <= self._limit or not keeps_all(cache):
@@ -79,7 +78,7 @@ class PrefixCache:
             return
         ids = ids.cpu()
         kept = self._best(ids)[0]
-        left = tokens - 1 - kept  # tokens of a continuation that run again
+        left = tokens - 1 - kept  # tokens that a longer prompt would otherwise run again
         if kept and (not left or (copies and left * _COPIES < kept)):
             return
         states = [each for layer in layers_of(cache) for each in (layer.keys, layer.values)]
@@ -95,7 +94,7 @@ class PrefixCache:
 
     def _best(self, ids: torch.Tensor) -> tuple[int, _Sequence | None]:
         if not self._sequences:
-            return 0, None  # without a copy from the device
+            return 0, None  # returns now, because `.cpu()` below waits for the device
         ids = ids[0, :-1].cpu()
         alike = self._alike(ids)
         lengths = [_common(sequence.ids, ids) for sequence in alike]
@@ -103,7 +102,8 @@ class PrefixCache:
         return (longest, alike[lengths.index(longest)]) if longest >= self._min_tokens else (0, None)
 
     def _alike(self, ids: torch.Tensor) -> list[_Sequence]:
-        """Return the kept sequences with the first `min_tokens` tokens of a prompt, int64 `[tokens]` on the host."""
+        """Return the kept sequences that share the first `min_tokens` tokens with a prompt, int64 `[tokens]` on the
+        host."""
         start = self._start(ids)
         return [sequence for sequence in self._sequences if sequence.start == start]
 
@@ -112,8 +112,9 @@ class PrefixCache:
 
 
 def _copied(states: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies, each `[1, heads, tokens, width]`. On a device, one kernel copies states of one shape: a clone of
-    each would keep the host busy for longer than the device. On the CPU, clones take half the time."""
+    """Copy keys and values, each `[1, heads, tokens, width]`. On a device, one kernel copies all tensors of equal
+    shape, because the launches of separate kernels would take longer than the copies. On the CPU, clones are twice as
+    fast."""
     if states[0].device.type == "cpu" or len({each.shape for each in states}) > 1:
         return [each.clone() for each in states]
     return [*torch.cat(states).split(1)]

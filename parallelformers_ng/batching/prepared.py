@@ -21,7 +21,7 @@ class Prepared:
     criteria: StoppingCriteriaList  # stopping criteria of this call; a criterion gets tensors of one row
     config: GenerationConfig  # settings of the call, with defaults from the model's `generation_config`
     model_kwargs: dict[str, Any]  # further arguments of the model: attention mask, positions, cache
-    # Penalties among the call's processors, which a batch applies to all rows at once; None for none.
+    # Penalties of the call, which a batch applies to all rows at once; None if the call has no penalties.
     penalties: Penalties | None = None
 
     def __post_init__(self) -> None:
@@ -30,8 +30,8 @@ class Prepared:
 
 
 def inputs_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, **arguments: Any) -> dict[str, Any]:
-    """The same arguments of the model for new tokens as `generate` would make. Without positions, the forward of some
-    models would count from the length of the cache, padding included."""
+    """Return the model's arguments for new tokens, as `generate` would make them. They include the positions, because
+    some models would otherwise count from the length of the cache, padding included."""
     inputs = model.prepare_inputs_for_generation(ids, position_ids=positions, **arguments)
     if "position_ids" in inputs and inputs["position_ids"] is None:
         inputs["position_ids"] = positions

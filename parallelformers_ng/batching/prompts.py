@@ -23,10 +23,10 @@ from parallelformers_ng.kernels.decoder_stack import MAX_STEPS
 from parallelformers_ng.kernels.joint_pass import JointPass, PromptStep
 
 _WORTH_A_PASS = 128
-"""Tokens that take as much time as a forward pass of its own costs. Prompts run side by side if fewer tokens of padding
-or of kept prefixes run again for it."""
+"""Number of prompt tokens that run in the fixed time of a forward pass. Prompts share a pass if that adds fewer tokens:
+padding, or cached tokens that run again."""
 _WORTH_A_STEP = 8
-"""Tokens that take as much time as the Python code of a further step in a joint pass."""
+"""Number of prompt tokens that run in the time of the Python code of one more step in a joint pass."""
 _OF_ONE_PROMPT = ("attention_mask", "position_ids", "cache_position")
 _OF_THEIR_OWN = ("mems", "past_buckets_states")
 """XLNet and Reformer: their caches depend on the length of the sequence."""
@@ -36,7 +36,7 @@ _OF_THEIR_OWN = ("mems", "past_buckets_states")
 class PrefillOutput:
     """The results of prompts that ran together."""
 
-    rows: list[BatchRow]  # rows of the prompts
+    rows: list[BatchRow]
     logits: torch.Tensor  # logits of each prompt's last token, `[rows, vocabulary]`
     cache: Any  # cache of the prompts; None if the model runs whole sequences at every step
     # Mask of the cache, `[rows, columns]`: 0 for padding, 1 for tokens. The data type is int64, or for one row that
@@ -52,9 +52,9 @@ def rows_of(results: list[PrefillOutput]) -> list[BatchRow]:
 class _Chunk:
     """Tokens of prompts that one step of the model runs: some tokens of one prompt, or all of several prompts."""
 
-    rows: list[BatchRow]  # rows of the prompts
-    begin: int  # first column of the step
-    end: int  # column after its last one; a shorter prompt has padding behind
+    rows: list[BatchRow]
+    begin: int  # first column (token position) of the step
+    end: int  # column after the last one; shorter prompts have padding up to it
 
     @property
     def tokens(self) -> int:
@@ -79,9 +79,9 @@ class Prompts:
 
     Attributes:
         latest: number of tokens in the latest pass, padding included.
-        latest_begin: first column of the last prompt of that pass.
-        ran_beside: whether the latest pass has run `beside`.
-        is_causal: whether tokens see no later tokens. If they do, a prompt runs whole, alone and without kept prefixes.
+        latest_begin: first column that the latest pass ran of its last prompt.
+        ran_beside: whether the latest pass has called the argument `beside` of `run`.
+        is_causal: whether tokens see no later tokens. If not, each prompt runs whole, alone, and not from the cache.
     """
 
     def __init__(self, model: Any, prefixes: PrefixCache) -> None:
@@ -90,7 +90,7 @@ class Prompts:
         self._model = model
         self._prefixes = prefixes
         self._waiting: deque[BatchRow] = deque()
-        self._done = 0  # tokens of the first prompt that have run
+        self._done = 0  # number of tokens of the first prompt that have run
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -107,14 +107,15 @@ class Prompts:
         self._waiting = deque(row for row in self._waiting if row.number not in numbers)
 
     def run(self, most: int, beside: Callable[[], object] | None = None) -> list[PrefillOutput]:
-        """Run the first tokens that wait, in one pass if C computes the layers. Otherwise, run a chunk of the first
-        prompt, or several whole prompts side by side.
+        """Run up to `most` tokens of the waiting prompts in one pass, and return the outputs of completed prompts.
 
         ::
 
             passes of 6 tokens:   a a a a a a | a a b b b b | b b b c c d
 
-        Tokens whose keys and values are kept from earlier sequences do not run again.
+        Tokens in the prefix cache do not run again. If C does not compute the layers, a pass runs a chunk of one
+        prompt, or several whole prompts. If `most` is 0, the first prompt runs whole. `beside` runs a decode step,
+        which may share the pass.
         """
         most = most if self.is_causal else 0
         joint = JointPass.of(self._model)
@@ -136,7 +137,8 @@ class Prompts:
         return [self._finish(*each) for each in zip(chunks, logits, strict=True) if each[0].is_last]
 
     def _chunks(self, most: int, max_steps: int) -> list[_Chunk]:
-        """Steps of the next pass; only the last one may leave tokens of its prompt to run."""
+        """Divide the waiting prompts into the steps of the next pass. Only the last step may leave a prompt
+        unfinished."""
         chunks, waiting, is_joint = list[_Chunk](), [*self._waiting], max_steps > 1
         while waiting and (not chunks or (len(chunks) < max_steps and chunks[-1].is_last and most >= _WORTH_A_STEP)):
             chunks.append(self._chunk(waiting, 0 if chunks else self._done, most, is_joint))
@@ -145,7 +147,7 @@ class Prompts:
         return chunks
 
     def _chunk(self, waiting: list[BatchRow], done: int, most: int, is_joint: bool) -> _Chunk:
-        """The next step, for prompts in no earlier step of the pass; `done` tokens of the first one have run."""
+        """Choose the next step of a pass among the `waiting` prompts; `done` tokens of the first prompt have run."""
         if done:
             rows, begin = [waiting[0]], done
         else:
@@ -156,15 +158,15 @@ class Prompts:
         left = end - begin
         if not 0 < most < left * len(rows) or rows[0].call.config.use_cache is False:
             return _Chunk(rows, begin, end)
-        # This is one prompt, because prompts side by side fit. It runs in equal chunks, because a short chunk reads the
-        # same weights. If the next prompt can fill the last chunk, the chunks are as long as possible.
+        # A single prompt is too long for the pass. It runs in equal chunks, because a short chunk would read all
+        # weights, too. If the next prompt can fill the last chunk, the chunks are as long as possible.
         expect(row_caches.layers_of(rows[0].cache), end)
         fills = is_joint and len(self._waiting) > 1
         return _Chunk(rows, begin, begin + (most if fills else math.ceil(left / math.ceil(left / most))))
 
     def _side_by_side(self, waiting: list[BatchRow], most: int, is_joint: bool) -> tuple[list[BatchRow], int]:
-        """The first of the waiting prompts, and next prompts that run in the same step; and the number of kept tokens
-        of each of these prompts, which need not run again."""
+        """Choose the first waiting prompts that can run in one step. Return them, and the number of first tokens of
+        each that are in the prefix cache and need not run again."""
         again = _WORTH_A_STEP if is_joint else _WORTH_A_PASS
         rows, known, lengths, kept = list[BatchRow](), list[int](), list[int](), 0
         for row in waiting:
@@ -184,7 +186,7 @@ class Prompts:
         return self._prefixes.length(row.ids) if reuses else 0
 
     def _step(self, chunk: _Chunk) -> PromptStep:
-        """Step for a chunk. The arguments of several prompts are those of the first."""
+        """Return the step that runs a chunk. All its prompts use the model arguments of the first prompt."""
         row, begin, end, mask = chunk.rows[0], chunk.begin, chunk.end, chunk.mask
         ids = torch.cat([pad(each.ids[:, :end], (0, end - min(end, each.ids.shape[1]))) for each in chunk.rows])
         positions = ((torch.ones_like(ids[:1]) if mask is None else mask).cumsum(-1) - 1).clamp(min=0)
@@ -233,13 +235,13 @@ class Prompts:
 
 
 def is_causal(model: Any) -> bool:
-    """Whether the settings of a model's attention leave it causal."""
+    """Whether the configuration and all attention modules of a model say that its attention is causal."""
     attentions = (module for module in model.modules() if getattr(module, "layer_idx", None) is not None)
     return all(getattr(each, "is_causal", True) for each in (model.config.get_text_config(), *attentions))
 
 
 def _fits_beside(row: BatchRow, longest: int) -> bool:
-    """Return whether a prompt may run together with other prompts, the longest of `longest` tokens.
+    """Return whether a prompt may run in one step with other prompts, of which the longest has `longest` tokens.
 
     The prompt must have no padding, and its cache must keep the keys and values of all tokens.
     """

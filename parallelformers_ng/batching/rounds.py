@@ -33,19 +33,20 @@ class Round:
     """The caller's instructions to the ranks for one round."""
 
     batch: int  # number of the batch; ranks drop the rows of an earlier batch
-    # Number of a new row → parcel with its `Call` of `generate`, and the seed of its random stream or None.
+    # Number of a new row → `message.parcel` of its call of `generate`, and the seed of its random stream or None.
     joins: dict[int, tuple[bytes, int, int | None]]
     leaves: list[int]  # numbers of rows whose callers stopped waiting
     chunk: int  # most prompt tokens in the round if rows wait for their next tokens; 0 for one whole prompt
-    # Most prompt tokens in the round if no row waits. Prompts of this length or longer join one round after their
-    # last tokens ran, because rows would wait too long for both.
+    # Most prompt tokens in the round if no row waits for its next token. Prompts of this length or longer run in one
+    # round and join in the next, because other rows would wait too long for both.
     widest: int
-    prefixes: int  # most tokens of earlier sequences whose keys and values are kept
-    steps: int  # number of decode steps; 1 runs while prompts wait
+    prefixes: int  # most tokens in the prefix cache
+    steps: int  # number of decode steps; the round runs at most one while prompts wait
     adapters: ActiveAdapters | None = None  # active adapters of all rows; None for a model without adapters
     positions: int = 0  # most rows × tokens of a cache whose steps become CUDA graphs; 0 for no CUDA graphs
     max_rows: int = 1  # most rows of the batch
-    # Number of a row → parcel with what other threads of the caller changed in the row's objects.
+    # Number of a row → `message.parcel` of the changes that the caller's other threads made to its processors and
+    # criteria.
     updates: dict[int, tuple[bytes, int]] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -57,17 +58,18 @@ class RoundOutput:
     """One rank's report of a round."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)  # number of a row → its new tokens
-    ended: list[int] = field(default_factory=list)  # numbers of complete rows
+    ended: list[int] = field(default_factory=list)  # numbers of rows that have ended without an error
     # Number of a failed row → the error, or None if another rank raised the error. All ranks raise errors of
     # arguments; only the rank that chooses the row's tokens raises errors of processors.
     failed: dict[int, Description | None] = field(default_factory=dict)
-    # Number of a row → parcel with new states of the caller's objects; only from the rank that chooses the row's
-    # tokens.
+    # Number of a row → `message.parcel` of the new states of its processors and criteria; only from the rank that
+    # chooses the row's tokens.
     states: dict[int, tuple[bytes, int]] = field(default_factory=dict)
     prompt_tokens: int = 0  # number of prompt tokens that ran, padding included
-    # Number of each prompt's first tokens that did not run, because their keys and values were there.
+    # Number of the last prompt's first tokens that did not run in this round, because the cache had their keys and
+    # values.
     prompt_begin: int = 0
-    prompt_seconds: float = 0.0  # time of these tokens, or of a late join, on this rank, in seconds
+    prompt_seconds: float = 0.0  # seconds that this rank took to run the prompt tokens, or to join rows
     token_bytes: int = 0  # bytes of one token's keys and values on this rank; 0 if no row runs
     free_bytes: int = 0  # free bytes of the rank's CUDA device; 0 on CPU
     uncaptured: str = ""  # reason why steps could not become CUDA graphs; "" without such a failure
@@ -81,10 +83,10 @@ class RankBatch:
         self._communicator = communicator
         self._captured = CapturedRows(model, steps)
         self._batch = -1
-        self._late: list[PrefillOutput] = []  # prompts that join in the next round
+        self._late: list[PrefillOutput] = []  # prompts that have run and join the batch in the next round
 
     def forget_prefixes(self) -> None:
-        """Drop the kept sequences, and keep no sequence of the current rows, because the model has changed."""
+        """Empty the prefix cache, and keep no current row in it later, because the model has changed."""
         if self._batch >= 0:
             self._prefixes.forget()
             self._prompts.is_causal = is_causal(self._model)
@@ -92,8 +94,8 @@ class RankBatch:
                 row.may_be_kept = False
 
     def run(self, order: Round, calls: Mapping[int, tuple[dict[str, Any], ObjectState] | Description]) -> RoundOutput:
-        """Run a round. `calls` has the arguments of each new row with their mutable objects, or the error of arguments
-        that cannot be read.
+        """Run a round. `calls` has the arguments of each new row with their mutable objects; or an error, if the
+        arguments could not be unpickled.
 
         If the forward pass fails, all rows of the batch are lost.
         """
@@ -140,17 +142,17 @@ class RankBatch:
                 self._late = results
             elif results:
                 changed_rows.update(self._rows.join(results))
-        # While prompts wait, few rows would share a step. Rows with a first token join the step of the next pass.
+        # While prompts wait, at most one step runs, because more rows will share the later steps.
         steps = (int(had_rows) if len(self._prompts) else order.steps) - ran_beside
         changed_rows.update(self._rows.run(steps, order.positions, order.max_rows))
         output.uncaptured = self._captured.reason
         output.token_bytes = self._rows.token_bytes
         if self._model.device.type == "cuda":
             output.free_bytes = torch.cuda.mem_get_info(self._model.device)[0]
-            if not self._rows.is_ahead:  # otherwise the check comes with the tokens
+            if not self._rows.is_ahead:  # while a step is in flight, `Newest.give` checks the token ids
                 look_ups.check()
         for row in changed_rows:
-            if row.number in order.leaves:  # it left in the round in which it joined
+            if row.number in order.leaves:  # the caller has given up this row, which just joined
                 continue
             output.tokens[row.number] = row.take_new_tokens()
             if row.outcome == ENDED:

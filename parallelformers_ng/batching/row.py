@@ -19,19 +19,19 @@ from parallelformers_ng.runtime.failures import Description, describe
 GOES_ON, ENDED, FAILED = range(3)
 
 _CALLS = {each: each.__call__ for each in (StoppingCriteriaList, EosTokenCriteria, MaxLengthCriteria)}
-"""Criteria whose result follows from the newest token and the length, with their methods before a program's changes."""
+"""Stopping criteria that only need the newest token and the length → their original methods, to detect patched ones."""
 
 
 @dataclass(frozen=True)
 class GreedyCall:
-    """A call whose next token is the one with the largest logit, and whose end needs no logits."""
+    """Settings of a call that takes the token with the largest logit, and ends at a length or at certain tokens."""
 
     length: float  # number of tokens, prompt included, at which the call ends
     end_tokens: frozenset[int]  # tokens that end the call
 
     @staticmethod
     def read(call: Prepared) -> GreedyCall | None:
-        """Return the description of a greedy call; None if the call samples, or has processors or other criteria."""
+        """Return the settings of a greedy call; None if the call samples, or has processors or unknown criteria."""
         criteria = (call.criteria, *call.criteria)
         if call.config.do_sample or call.processors or call.penalties is not None:
             return None
@@ -47,11 +47,11 @@ class BatchRow:
     """One call of `generate` on a rank.
 
     Attributes:
-        greedy: description of a call whose token needs no method of transformers; None for other calls.
+        greedy: settings of a greedy call; None if the call needs transformers' processors, criteria or sampling.
         newest: last token of `ids`.
-        padding: number of columns of the prompt before its first token.
-        may_be_kept: whether later prompts may reuse the row's keys and values. The prompt must have no padding, and
-            the model must not have changed since the row began.
+        padding: number of pad tokens before the prompt's first token.
+        may_be_kept: whether later prompts may reuse the row's keys and values. The prompt must have no padding, and the
+            model must not have changed since the row began.
     """
 
     number: int  # number by which the caller identifies the row
@@ -89,11 +89,11 @@ class BatchRow:
 
     @property
     def cache(self) -> Any:
-        """The row's cache until it joins; None if the model makes the cache itself or uses no cache."""
+        """KV cache of the prompt until the row joins the batch; None if `generate` has made no cache."""
         return self.call.model_kwargs.get(name_in(self.call.model_kwargs))
 
     def forget_cache(self) -> None:
-        """Drop the cache of the prompt, because the batch has its keys and values. They would exist twice."""
+        """Drop the prompt's KV cache after the row has joined, because the batch's cache has its keys and values."""
         self.call.model_kwargs.pop(name_in(self.call.model_kwargs), None)
 
     @property
@@ -111,8 +111,8 @@ class BatchRow:
         return bool(self.prompt_mask.all())
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Choose the next token from its logits, `[1, vocabulary]`, like the loop of transformers. The host does not
-        wait for a device.
+        """Choose the next token from its logits, `[1, vocabulary]`, as the decoding loop of transformers does. The host
+        does not wait for a device.
 
         Return the token, int64 `[1, 1]`, and whether the row has ended, bool `[1]`. An exception of a processor or
         criterion is not raised: the method sets `failure` and returns None.
@@ -130,13 +130,13 @@ class BatchRow:
             return None
 
     def after(self, token: int) -> int:
-        """Outcome of a greedy call after its next token."""
+        """Return ENDED if `token` would end this greedy call, otherwise GOES_ON."""
         assert self.greedy is not None
         return ENDED if self._length + 1 >= self.greedy.length or token in self.greedy.end_tokens else GOES_ON
 
     @property
     def may_go_on(self) -> bool:
-        """Whether a greedy call has not ended, and may have a token after its next one."""
+        """Whether a greedy call may get at least two more tokens."""
         return self.outcome == GOES_ON and self.greedy is not None and self._length + 1 < self.greedy.length
 
     def take(self, token: int, outcome: int, ids: torch.Tensor | None = None) -> None:
@@ -153,6 +153,6 @@ class BatchRow:
             self._ids = torch.cat((self.ids, ids), -1)
 
     def take_new_tokens(self) -> list[int]:
-        """Tokens that have not been sent to the caller yet; they count as sent from now on."""
+        """Return the tokens that have not been sent to the caller yet, and count them as sent."""
         tokens, self._unsent_tokens = self._unsent_tokens, []
         return tokens

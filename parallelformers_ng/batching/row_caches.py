@@ -17,21 +17,21 @@ from parallelformers_ng.sharding.cache_names import CACHES
 
 _NAMES = (*CACHES, "state")
 _ALIGNED = {"keys": (0, -2), "values": (0, -2), "indexer_keys": (0, -2), "indexer_position_ids": (1, -1)}
-"""Name of a layer's tensor → its dimensions of rows and of columns."""
+"""Name of a cache layer's tensor → its dimension of rows, and its dimension of columns (token positions)."""
 
 
 @dataclass
 class _CacheTensor:
     """A tensor of a cache, and the container that holds the tensor."""
 
-    place: Any  # attributes of a layer, or a list or dictionary of states
+    place: Any  # container of the tensor: attributes of a layer, or a list or dictionary of states
     key: Any  # key or index of the tensor in `place`
-    # Dimensions of rows and columns; None for a state of convolutions or linear attention, `[rows, …]`.
+    # Dimensions of rows and columns; None for a state of a convolution or of linear attention, which has no columns.
     aligned: tuple[int, int] | None
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor, as `[rows, columns, …]`; a state has no columns."""
+        """The tensor, transposed to `[rows, columns, …]`; a state of linear attention has no columns: `[rows, …]`."""
         content: torch.Tensor = self.place[self.key]
         return content if self.aligned is None else content.movedim(self.aligned, (0, 1))
 
@@ -46,7 +46,7 @@ def name_in(arguments: Mapping[str, Any]) -> str:
 
 
 def is_of_tokens_alone(cache: Any) -> bool:
-    """Return whether a cache, even if empty, is for keys and values only, not for states."""
+    """Return whether a cache is made for keys and values only, not for states of convolutions or linear attention."""
     items = (item for holder in _holders(cache) for item in holder.items())
     return not any(isinstance(value, (list, dict)) and name != "layers" for name, value in items)
 
@@ -56,12 +56,12 @@ def holds_any(cache: Any) -> bool:
 
 
 def keeps_all(cache: Any) -> bool:
-    """Return whether a cache keeps the keys and values of all tokens, and no states."""
+    """Return whether a cache keeps keys and values of all tokens, and no states of convolutions or linear attention."""
     return is_of_tokens_alone(cache) and all(type(layer) is DynamicLayer for layer in layers_of(cache))
 
 
 def keeps_windows(cache: Any) -> bool:
-    """Return whether a cache keeps the keys and values of all tokens or of a sliding window, and no states.
+    """Return whether a cache keeps keys and values of all tokens or of a sliding window, and no other states.
 
     Layers that read the keys and values of other layers may keep nothing.
     """
@@ -70,8 +70,7 @@ def keeps_windows(cache: Any) -> bool:
 
 
 def keep_rows(cache: Any, rows: list[int], columns: int) -> None:
-    """Remove all rows except `rows`, which get this order, and all columns, positions of tokens, except the last
-    `columns`."""
+    """Keep only the given rows of a cache, in this order, and their last `columns` columns (token positions)."""
     for item in _cache_tensors(cache):
         kept = item.tensor[rows]
         item.tensor = kept if item.aligned is None else kept[:, max(0, kept.shape[1] - columns) :]
@@ -79,8 +78,8 @@ def keep_rows(cache: Any, rows: list[int], columns: int) -> None:
 
 
 def put_rows(cache: Any, others: Any, rows: list[int], count: int, columns: int) -> None:
-    """Copy the rows of `others` to `rows` of a cache, which then has at least `count` rows. The last columns of both
-    caches are aligned; the longer one has `columns`."""
+    """Copy all rows of the cache `others` to the given rows of `cache`, which grows to at least `count` rows. The last
+    tokens of all rows get into the same column. `columns` is the length of the longer cache."""
     for layer in layers_of(cache):
         if type(layer) is DynamicLayer and layer.is_initialized and layer.keys.ndim == 4:
             spread(layer, max(count, len(layer.keys)), columns)
@@ -100,8 +99,7 @@ def put_rows(cache: Any, others: Any, rows: list[int], count: int, columns: int)
 
 
 def align_ends(cache: Any, empty: list[int]) -> None:
-    """Move the last `empty[row]` columns of each row, which are padding, before the row's tokens. The cache has keys
-    and values only."""
+    """Move padding, the last `empty[row]` columns of each row, to the row's beginning. No states are in the cache."""
     for item in _cache_tensors(cache) if any(empty) else ():
         item.tensor = torch.stack([row.roll(columns, 0) for row, columns in zip(item.tensor, empty, strict=True)])
 
@@ -113,25 +111,24 @@ def token_bytes(cache: Any) -> int:
 
 
 def layers_of(cache: Any) -> list[Any]:
-    """Return the layers of a cache; an empty list for a cache of states."""
+    """Return the layers of a cache; an empty list if the cache has states of linear attention, and no layers."""
     layers = getattr(cache, "layers", ())
     return [part for layer in layers for part in getattr(layer, "parts", (layer,))]  # an int8 layer has two parts
 
 
 def layers_with_keys(cache: Any) -> list[Any]:
-    """Return the layers of a cache that keep keys and values."""
     return [layer for layer in layers_of(cache) if type(layer).__name__ != EMPTY]
 
 
 def note_columns(cache: Any, columns: int) -> None:
-    """Set the number of columns that layers with a sliding window count."""
+    """Set the number of tokens that layers with a sliding window have counted."""
     for layer in layers_of(cache):
-        if hasattr(layer, "cumulative_length"):  # all columns so far, also those outside the sliding window
+        if hasattr(layer, "cumulative_length"):  # counts all tokens, also those outside the sliding window
             layer.cumulative_length = columns
 
 
 def _cache_tensors(cache: Any) -> Iterator[_CacheTensor]:
-    """Every tensor of a cache that has rows; BatchingError if rows cannot be added to one."""
+    """Yield every tensor of a cache that has rows; raise BatchingError if rows cannot be added to a tensor."""
     for holder in _holders(cache):
         for name, value in holder.items():
             if isinstance(value, torch.Tensor) and value.ndim > 1:
@@ -143,13 +140,13 @@ def _cache_tensors(cache: Any) -> Iterator[_CacheTensor]:
 
 
 def _holders(cache: Any) -> list[dict[str, Any]]:
-    """Return the attributes of a cache and of its layers. The cache of some models is a plain list."""
+    """Return the attributes of a cache and of its layers, as dictionaries. Some models' cache is a plain list."""
     own = {"": cache} if isinstance(cache, list) else vars(cache)
     return [own, *(vars(layer) for layer in layers_of(cache))]
 
 
 def _states(place: Any) -> Iterator[_CacheTensor]:
-    """Yield the states in nested lists and dictionaries; change tuples to lists, so that states can be replaced."""
+    """Yield the state tensors in nested lists and dictionaries; make tuples lists, so that states can be replaced."""
     for key in range(len(place)) if isinstance(place, list) else place:
         if isinstance(place[key], tuple):
             place[key] = list(place[key])

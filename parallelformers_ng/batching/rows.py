@@ -25,11 +25,11 @@ _MAX_EMPTY = 4
 
 @dataclass
 class _Launched:
-    """A step whose tokens the rows do not have yet."""
+    """A decode step that was launched, and whose tokens the rows do not have yet."""
 
-    places: dict[BatchRow, int]  # row of the step → index in `logits`
-    logits: torch.Tensor  # logits, `[places, vocabulary]`
-    newest: Newest | None  # chosen tokens; None if the rows are not all greedy on a device
+    places: dict[BatchRow, int]  # row of the step → its index in `logits`
+    logits: torch.Tensor  # logits of each batch slot, `[slots, vocabulary]`
+    newest: Newest | None  # chosen tokens; None on the CPU, or if not all rows are greedy
 
 
 class Rows:
@@ -53,8 +53,8 @@ class Rows:
         self._captured = captured
         self._places: list[BatchRow | None] = []
         self._store: GrowingRows | Slots | None = None  # keys and values of the rows in `_places`
-        self._newest: torch.Tensor | None = None  # newest tokens, int64 `[places, 1]`, if they are on the device
-        self._ahead: _Launched | None = None  # the last step, if the device may still compute it
+        self._newest: torch.Tensor | None = None  # newest token of each slot, int64 `[slots, 1]`, on a device
+        self._ahead: _Launched | None = None  # the last step, if its rows do not have the tokens yet
 
     def __len__(self) -> int:
         return sum(row is not None for row in self._places)
@@ -63,16 +63,16 @@ class Rows:
         return (row for row in self._places if row is not None)
 
     def join(self, results: list[PrefillOutput]) -> list[BatchRow]:
-        """Add the rows of prompts that ran, keep the prompts for later prompts, and choose the first new tokens.
+        """Add rows whose prompts have run, put their prompts in the prefix cache, and choose their first new tokens.
 
-        Return the rows that have new tokens: the rows of the prompts, and the rows of a step that was ahead.
+        Return the rows that have new tokens: the added rows, and the rows of a step that was launched earlier.
         """
         rows, changed = rows_of(results), self._settle()
         for prefill in results:
             for index, row in enumerate(prefill.rows):
                 if row.may_be_kept and prefill.cache is not None:
-                    # The first cache becomes the cache of the batch, which grows. Any other cache is not used again;
-                    # one row's part of it would keep the memory of all its rows.
+                    # Copy from a cache that becomes the cache of the batch, because the batch changes it. Also copy
+                    # from a cache of several rows: a view of one row would keep the memory of all rows.
                     grows = prefill is results[0] and self._store is None
                     self._prefixes.keep(row.ids, prefill.cache, index, copies=grows or len(prefill.rows) > 1)
         self._choice.choose(rows, torch.cat([prefill.logits for prefill in results]), [*range(len(rows))])
@@ -113,11 +113,11 @@ class Rows:
         """Choose up to `steps` more tokens for each row; fewer if no row is left. Return the rows that have new tokens,
         including rows that ended and have left.
 
-        On a device, a recorded step of greedy rows is launched before the host reads the tokens of the step before, so
+        On a device, the CUDA graph of greedy rows is launched before the host reads the tokens of the step before, so
         that the device does not wait for Python. A row that ends meanwhile ignores the token of the later step. If rows
         may go on after the last step, its tokens come with the next call of `run` or `join`.
 
-        `positions` is the most rows × tokens of a cache whose steps are recorded; 0 for no recordings.
+        `positions` is the most rows × tokens of a cache whose steps become CUDA graphs; 0 for no CUDA graphs.
         """
         changed = list[BatchRow]()
         for _ in range(steps):
@@ -126,7 +126,7 @@ class Rows:
             if not len(self):
                 break
             if self._ahead is not None and isinstance(self._store, Slots):
-                # A row at its last token may have no position left. For the next step its slot is free.
+                # Free the slots of rows that end with the step before: such a row may have no position left.
                 self._store.leave(place for row, place in self._ahead.places.items() if not row.may_go_on)
             launched, before = self._launch(positions, max_rows), self._ahead
             self._ahead = launched
@@ -145,12 +145,12 @@ class Rows:
         return self._ahead is not None and any(row.may_go_on for row in self._ahead.places)
 
     def _settle(self) -> list[BatchRow]:
-        """Take the tokens of the step that is ahead, if there is one."""
+        """Give the rows the tokens of a step that was launched earlier, if there is one; return these rows."""
         ahead, self._ahead = self._ahead, None
         return [] if ahead is None else self._take(ahead)
 
     def _launch(self, positions: int, max_rows: int) -> _Launched:
-        """Run the model for one more token of each row, on a device without waiting for it."""
+        """Launch one decode step of all rows; on a device, do not wait for its tokens."""
         if self._store is None:
             if positions and self._captured is not None:
                 self._captured.reason = "the model has no cache"
@@ -170,9 +170,9 @@ class Rows:
         return _Launched(places, logits, best)
 
     def _take(self, launched: _Launched, later_steps: int = 0) -> list[BatchRow]:
-        """Give the rows of a step their tokens, and return these rows; rows that end leave. `later_steps` were launched
-        after it."""
-        # Other rows ended in the step before, or have left since.
+        """Give the rows of a step their tokens, and return these rows; rows that end leave the batch. `later_steps` is
+        the number of steps that were launched after this one."""
+        # Skip rows that ended in the step before, or that have left since.
         staying = {*self}
         places = {row: place for row, place in launched.places.items() if row in staying}
         if launched.newest is None:
@@ -180,7 +180,8 @@ class Rows:
         elif places:
             launched.newest.give([*places], [*places.values()])
         for row, place in places.items():
-            if row.outcome == ENDED and row.may_be_kept and self._store is not None:  # a later prompt may begin so
+            # Keep the sequence of an ended row, because a later prompt may begin with it.
+            if row.outcome == ENDED and row.may_be_kept and self._store is not None:
                 cache = self._store.lend(later_steps) if isinstance(self._store, Slots) else self._store.cache
                 self._prefixes.keep(row.ids[:, :-1], cache, place)
         self.leave({row.number for row in places if row.outcome != GOES_ON})
@@ -218,13 +219,13 @@ class Rows:
         return isinstance(self._store, Slots) and positions > 0 and self._store.has_room and not is_wide
 
     def _fill_bucket(self) -> None:
-        """Add free places up to a power of two, because recorded steps have powers of two as numbers of rows."""
+        """Add free slots up to a power of two, because CUDA graphs are recorded for powers of two of rows."""
         count = len(self._places)
         self._places += [None] * (bucket_of(count) - count)
         self._newest = None
 
     def _pack(self, store: GrowingRows | Slots) -> GrowingRows:
-        """Drop empty places and columns. The rows are in a growing cache afterwards."""
+        """Drop empty slots and columns, and move the rows to a growing cache."""
         full = [index for index, row in enumerate(self._places) if row is not None]
         columns = max(row.columns for row in self)
         if isinstance(store, Slots):

@@ -21,7 +21,7 @@ _NEEDS_A_LOOP_OF_ITS_OWN = (
     "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
     "cache_implementation", "cache_config", "compile_config", "prefill_chunk_size",
 )  # fmt: skip
-_NEW_TOKENS = 20  # transformers' default for a call without a limit
+_NEW_TOKENS = 20  # transformers' default number of new tokens
 
 
 @dataclass
@@ -73,7 +73,7 @@ def shared_call(
         return kwargs.get(name, getattr(config, name, None))
 
     for name in _NEEDS_A_LOOP_OF_ITS_OWN:
-        if setting(name) is True or setting(name) not in (None, False, 1):  # 1 beam is allowed, but not True (== 1)
+        if setting(name) is True or setting(name) not in (None, False, 1):  # the number 1 means off, but True means on
             return f"it has {name}"
     caches = model.generation_config.use_cache is not False
     if setting("use_cache") is (not caches):

@@ -27,22 +27,22 @@ class Ticket:
     Args:
         call: the call.
         parcel: arguments of the call for the ranks: `message.parcel` of a `Call`.
-        positions: most rows × tokens of a cache whose steps may be recorded for this call.
+        positions: size of the largest cache whose steps may become CUDA graphs for this call, in rows × tokens.
         arrived: function without arguments, called when the ranks have received the parcel.
         on_tokens: function that receives new tokens as soon as they arrive; None for no streaming.
 
     Attributes:
         tokens: new tokens so far.
-        states: parcels with changes of the call's processors and criteria; None says that the ranks took the `update`.
-        update: parcel with what other threads have changed in the objects, for the next round; or None.
-        runs: whether the call has a row.
+        states: pickled changes of the call's processors and criteria; None says that the ranks have applied `update`.
+        update: pickled changes of these objects by other threads, to be sent with the next round; or None.
+        runs: whether the call has a row of the batch.
         ended: whether no further token will come.
         error: error that ended the call: an exception, or the number of a rank and its description of an exception.
         lost: whether the group ended before the ranks received the call, so that another group may run the call.
         given_up: whether the caller has stopped waiting.
         failures: number of failed rounds in which the call was a suspect.
-        suspect: number of tokens until which the call is a suspect. Two suspects never share a round. After a second
-            failure, a suspect shares rounds with no other call, so that only the faulty call fails.
+        suspect: number of tokens until which the call is suspected of causing a failure. Two suspects never share a
+            round. After a second failure, it shares rounds with no other call, so that only the faulty call fails.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Ticket:
         self.runs = self.ended = self.lost = self.given_up = False
         self.error: BaseException | tuple[int, Description] | None = None
         self.failures = self.suspect = 0
-        self._again = 0  # number of tokens since the last start; after a failed round, the tokens come a second time
+        self._again = 0  # number of tokens since the last start; a restarted call repeats its first tokens
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     # -- in the thread of the group ------------------------------------------------------------------------------
@@ -73,13 +73,12 @@ class Ticket:
 
     @property
     def needs_solitude(self) -> bool:
-        """Whether the call must not share its next round with any call."""
+        """Whether the call must not share its next round with any other call."""
         return self.failures > 1 and self.is_suspect
 
     @property
     def has_output(self) -> bool:
-        """Whether the caller's thread has something to do now. Waking it for each token would slow the ranks, which
-        run on the same cores."""
+        """Whether the caller's thread must wake up now. Its wake-ups slow the ranks, which run on the same cores."""
         return self.ended or bool(self.states) or self._on_tokens is not None or bool(self.call.endings)
 
     def take(self, tokens: list[int]) -> None:
@@ -93,18 +92,18 @@ class Ticket:
             self._again += 1
 
     def end(self, error: BaseException | tuple[int, Description] | None = None) -> None:
-        """Mark the call as ended, without waking the caller. Of several errors, the first error counts."""
+        """Mark the call as ended, without waking the caller. The first of several errors is kept."""
         self.error = self.error or error
         self.ended = True
 
     def begin_again(self, error: BaseException, suspected: bool) -> bool:
-        """Restart the call at its prompt after a failed round, or end the call with the error. Return whether it
-        restarts.
+        """Restart the call at its prompt after a failed round, or end it with the error. Return whether it restarts.
 
-        The call ends at its third failure as a suspect, or if it has mutable objects, which cannot be reset.
+        The call ends at its third failure as a suspect, or if its processors or criteria have state, which cannot
+        restart.
         """
         self.failures += suspected
-        if self.failures >= _MAX_FAILURES or self.call.objects.parts:  # changed objects cannot start again
+        if self.failures >= _MAX_FAILURES or self.call.objects.parts:  # objects with changed state cannot start again
             self.end(error)
             return False
         self.suspect = len(self.tokens) + 1 if suspected else 0
@@ -119,7 +118,7 @@ class Ticket:
     # -- in the thread of the caller -----------------------------------------------------------------------------
 
     def wait(self, end: float) -> torch.Tensor | None:
-        """Wait for prompt and new tokens of the call, int64 `[1, tokens]`; None if the call is `lost`."""
+        """Wait until the call ends; return prompt and new tokens, int64 `[1, tokens]`, or None if it is `lost`."""
         cancellation = cancellation_of_thread()
         cancellation.wake = self.ring
         next_look = time.monotonic() + LOOK_SECONDS
@@ -143,7 +142,7 @@ class Ticket:
             if ended:
                 if self.error is None:
                     return ids
-                # Several callers may raise one error of the group. Each traceback starts anew.
+                # Several callers may raise the same error object, so drop the traceback of an earlier raise.
                 raise rebuild(*self.error) if isinstance(self.error, tuple) else self.error.with_traceback(None)
             if self.lost:
                 return None

@@ -29,26 +29,27 @@ HEADER_BYTES = PAGE_BYTES
 LINE_BYTES = 1024
 REASON_OFFSET, REASON_BYTES = 512, 512
 
-# Positions of words in the header, in units of 8 bytes.
+# Indices of the 8-byte words of the arena's header.
 MAGIC_WORD, WORLD_SIZE_WORD, SLOT_BYTES_WORD, ONE_SHOT_BYTES_WORD, SPIN_WORD = range(5)
 ABORT_WORD, CANCEL_WORD = 16, 32
-# Positions of words in a line, in units of 8 bytes.
+# Indices of the 8-byte words of a rank's line.
 COUNTER_WORD, SIGNATURE_WORD, END_WORD = 0, 1, 8
 
-PARENT = -1  # author of an abort by the parent; a rank has a number from 0 on
+PARENT = -1  # author of an abort by the parent process; ranks are numbered from 0
 
 
 class Arena:
-    """An arena that is mapped into this process. The parent calls `Arena.create`; each worker maps the arena's `fd`.
+    """Shared memory for the collectives of one host's ranks, mapped into this process.
 
-    The memory has no name in the file system, and the kernel frees it when the last process has closed it.
+    The parent calls `Arena.create`; each worker maps the file descriptor `fd`. The memory has no name in the file
+    system, and the kernel frees it when the last process has closed it.
 
     Args:
         fd: file descriptor of the arena. The caller may close the descriptor after the call.
 
     Attributes:
         fd: file descriptor in the process that created the arena, close-on-exec; -1 in other processes.
-        may_spin: whether a waiting rank may spin, because each rank can have a CPU.
+        may_spin: whether a waiting rank may spin, because there is a CPU for each rank.
     """
 
     fd = -1
@@ -66,12 +67,12 @@ class Arena:
     def create(
         cls, world_size: int, slot_bytes: int = 256 << 10, one_shot_bytes: int = 32 << 10, cpus: int | None = None
     ) -> Arena:
-        """Reserve the memory of an arena: four slots and about 2 KiB of words for each rank.
+        """Create an arena, with four slots and 2 KiB of counters and texts for each rank.
 
         Args:
             slot_bytes: size of a slot in bytes, a positive multiple of 64. A larger message needs several rounds.
-            one_shot_bytes: with three ranks or more, most bytes of a tensor that every rank sums by itself, in one
-                round. A larger tensor is reduce-scattered and gathered, in two rounds with less traffic.
+            one_shot_bytes: size of the largest tensor, in bytes, that every rank of three or more sums by itself, in
+                one round. A larger tensor is reduce-scattered and gathered, in two rounds with less traffic.
             cpus: number of CPUs of all ranks together, by default the CPUs of this process. With fewer CPUs than ranks,
                 a waiting rank yields its CPU at once, because spinning would delay a busy rank.
         """
@@ -79,7 +80,7 @@ class Arena:
             raise ValueError(f"Arena: world_size {world_size} is not between 1 and {MAX_WORLD_SIZE}")
         places, available = 2 * world_size, available_memory()
         end_of_lines = HEADER_BYTES + places * LINE_BYTES
-        nbytes = -(-end_of_lines // PAGE_BYTES) * PAGE_BYTES + 2 * places * slot_bytes  # slots begin on a page
+        nbytes = -(-end_of_lines // PAGE_BYTES) * PAGE_BYTES + 2 * places * slot_bytes  # slots begin at a page boundary
         if nbytes > available:
             message = f"Arena: {nbytes} bytes for {world_size} ranks exceed the available memory of {available} bytes"
             raise OSError(errno.ENOSPC, f"{message}; ask for a smaller slot_bytes")
@@ -119,15 +120,12 @@ class Arena:
         return self.words[ABORT_WORD] == PARENT + 2
 
     def note_end(self, place: int, sequence: int, trace: int) -> None:
-        """Record that a rank has ended a request.
-
-        Args:
-            trace: 32-bit hash of the rank's collectives in the request.
-        """
+        """Record for the other ranks that a rank has ended request `sequence`. `trace` is a 32-bit hash of its
+        collectives."""
         self.words[self.line(place) + END_WORD] = (sequence & 0xFFFFFFFF) << 32 | trace & 0xFFFFFFFF
 
     def end(self, place: int) -> tuple[int, int]:
-        """Return the sequence number, modulo 2³², of the request that a rank ended last, and its 32-bit trace."""
+        """Return the number (modulo 2³²) of the last request that a rank has ended, and its trace: see `note_end`."""
         return divmod(self.words[self.line(place) + END_WORD], 1 << 32)
 
     def request_cancel(self, sequence: int) -> None:
@@ -137,7 +135,8 @@ class Arena:
         """Make every rank's current and later collectives raise CollectiveAbortedError. A second abort has no effect.
 
         Args:
-            reason: text of the error, at most 511 bytes in UTF-8; the remaining bytes are cut.
+            reason: text of the error, at most 511 bytes in UTF-8; a longer text is cut.
+            author: rank that aborts, or PARENT.
         """
         if self.aborted:
             return
@@ -147,7 +146,7 @@ class Arena:
         self.words[ABORT_WORD] = author + 2
 
     def abort_error(self) -> CollectiveAbortedError:
-        """Return an exception that names the process that aborted and the reason. Has no meaning without an abort."""
+        """Return an exception that says which process aborted, and why. Call this only after an abort."""
         author = self.words[ABORT_WORD] - 2
         start = self._reason_start(author)
         # Another process may still be writing the text, so the text may be incomplete.
@@ -179,10 +178,9 @@ class Arena:
 
 
 def available_memory() -> int:
-    """Return the available bytes of the machine without swapping, or fewer if this process's control groups have less.
+    """Return the bytes that this process can allocate without swapping, within the limits of its control groups.
 
-    The kernel's tmpfs, which holds memfds, has no limit. A larger reservation would not fail, but the out-of-memory
-    killer would end processes.
+    Linux does not limit memfds: a larger reservation would succeed, and the out-of-memory killer would act later.
     """
     with contextlib.suppress(FileNotFoundError, PermissionError), open("/proc/meminfo") as lines:
         for line in lines:

@@ -20,9 +20,9 @@ from parallelformers_ng.errors import CollectiveAbortedError
 class Communicator(ABC):
     """One rank's connection to the other ranks of its group.
 
-    All ranks must make the same calls in the same order, and each rank only from one thread at a time. No collective is
-    differentiable. If a collective raises an exception on one rank, the other ranks wait until that rank calls `abort`
-    or the parent calls `Arena.abort`.
+    All ranks must make the same calls in the same order. A rank must not make two calls at a time from different
+    threads. No collective is differentiable. If a collective raises an exception on one rank, the other ranks wait
+    until that rank calls `abort` or the parent calls `Arena.abort`.
 
     Attributes:
         capturable: whether a CUDA graph can contain collectives of this communicator.
@@ -42,10 +42,10 @@ class Communicator(ABC):
         self._parts: dict[int, Communicator] = {}
 
     def within(self, width: int) -> Communicator:
-        """Return the communicator for the ranks of this rank's stage: `width` adjacent ranks.
+        """Return a communicator for this rank's pipeline stage, which has `width` adjacent ranks.
 
-        All ranks must call this method together. The result is kept for each width, and is reset, aborted and closed
-        together with this communicator.
+        All ranks must call this method together. Calls with the same width return the same object, which is reset,
+        aborted and closed together with this communicator.
 
         Args:
             width: number of ranks of each stage; must divide the number of ranks of each host.
@@ -57,10 +57,10 @@ class Communicator(ABC):
         return self._parts[width]
 
     def before_reset(self, action: Callable[[], None]) -> None:
-        """Register an action to call before the connections to the other ranks are closed.
+        """Register a function that runs before the connections to the other ranks are closed.
 
-        Recordings with collectives must be destroyed before their connections. A `ProcessGroupCommunicator` calls the
-        action in `clear_up`, `reset` and `close`. Other communicators never call the action.
+        CUDA graphs that contain collectives must be destroyed before the connections. A `ProcessGroupCommunicator`
+        calls the function in `clear_up`, `reset` and `close`. Other communicators never call it.
         """
         self._before_reset.append(action)
 
@@ -113,9 +113,10 @@ class Communicator(ABC):
         return tensor
 
     def why_void(self) -> CollectiveAbortedError | None:
-        """Return the error of an abort that made this rank's collectives on a device end early; None without an abort.
+        """Return the error of an abort after which this rank's results on a device are wrong; None without an abort.
 
-        After such an abort the device reports no error, all results are wrong, and later errors may be consequences.
+        An abort ends collectives that run on a device, and the device reports no error. Later errors may follow from
+        it.
         """
         return None
 
@@ -138,7 +139,7 @@ class Communicator(ABC):
         return False
 
     def clear_up(self) -> None:
-        """Destroy recorded collectives after an aborted request, because the abort may wait for their destruction."""
+        """Destroy CUDA graphs with collectives after an aborted request, because the abort may wait for this."""
         return None
 
     def _part(self, width: int) -> Communicator:
@@ -197,7 +198,7 @@ class ArenaCommunicator(Communicator):
     """A communicator of ranks that share an arena, which transports aborts and cancellations.
 
     Args:
-        place: number of this rank among all ranks of the arena; None if the communicator is for all ranks.
+        place: number of this rank among all ranks of the arena; None if the communicator connects all these ranks.
     """
 
     def __init__(self, rank: int, world_size: int, arena: Arena, place: int | None = None) -> None:
@@ -231,7 +232,7 @@ class SingleCommunicator(ArenaCommunicator):
 
 
 def summable(tensor: Tensor) -> Tensor:
-    """Return the tensor itself if the sum may overwrite it; otherwise a contiguous copy of the same shape and dtype.
+    """Return the tensor itself if a sum may overwrite it; otherwise a contiguous copy of the same shape and dtype.
 
     The backward pass may need the values of a tensor that requires a gradient, so such a tensor is copied.
     """

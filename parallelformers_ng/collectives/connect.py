@@ -30,7 +30,7 @@ def chosen_backend(backend: str, device_type: str) -> str:
 
 
 def why_unserved(backend: str, device_type: str, device_ids: Sequence[int] | None) -> str:
-    """Return the reason why a backend cannot serve devices on this machine; "" if the backend can."""
+    """Return why a backend cannot run collectives between ranks on these devices; "" if it can."""
     if backend not in BACKENDS:
         return f"backend is {backend!r}; it takes one of {', '.join(BACKENDS)}"
     backend = chosen_backend(backend, device_type)
@@ -73,7 +73,7 @@ def connect(
 
     Args:
         arena_fd: file descriptor of the parent's Arena, for shared memory, aborts and cancellations.
-        rendezvous: path from `rendezvous_path`, to the same file for all ranks; needed by gloo and NCCL.
+        rendezvous: path from `rendezvous_path`, of the same file for all ranks; needed by gloo and NCCL.
         span: description of several hosts; None for one host. `number`: number of this host. `counts`: ranks of each
             host. `address`: address of this host for other hosts. `links`: number of another host → socket and keys;
             None except on the first rank of a host. The communicator closes the sockets.

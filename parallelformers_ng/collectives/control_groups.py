@@ -19,10 +19,10 @@ def cpu_quota() -> float | None:
 
 
 def memory_left() -> int | None:
-    """Return the fewest free bytes below a memory limit of this process's control groups and their parents.
+    """Return the bytes that this process may still use under the memory limits of its control groups and their parents.
 
-    File pages that the kernel can drop count as free. None: no group has a limit. The limit is `memory.max` of version
-    2, or `memory.limit_in_bytes` of version 1 (the kernel's documents `admin-guide/cgroup-v2.rst` and
+    File pages that the kernel can drop count as free. Without a limit, the result is None. The limit is `memory.max` of
+    version 2, or `memory.limit_in_bytes` of version 1 (the kernel's documents `admin-guide/cgroup-v2.rst` and
     `admin-guide/cgroup-v1/memory.rst`).
     """
     free_bytes = [_left_in(directory) for directory in _directories("memory")]
@@ -30,7 +30,7 @@ def memory_left() -> int | None:
 
 
 def _directories(controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's control groups with a controller; each group comes before its parent."""
+    """Yield the folders of this process's control groups that have a given controller; each group before its parent."""
     for controllers, path in own_groups():
         if controllers and controller not in controllers.split(","):
             continue

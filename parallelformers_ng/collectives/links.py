@@ -28,7 +28,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class _Link:
-    """A connection to the leader of another host. A call may stop within a record; the next call continues there."""
+    """A connection to the leader of another host. No call blocks; the next call continues an unfinished record."""
 
     def __init__(self, connection: socket.socket, session: Session) -> None:
         connection.setblocking(False)
@@ -37,10 +37,10 @@ class _Link:
         self.unsent: list[memoryview] = []
         self._coming = memoryview(bytearray(_HEAD_BYTES))
         self._have = 0
-        self._head: tuple[int, int, int] | None = None  # head of the record whose body is being received
+        self._head: tuple[int, int, int] | None = None  # header of the record whose body comes next
 
     def put(self, generation: int, step: int, body: Buffer) -> None:
-        """Queue a record for sending. `body` must not change until it is sent or copied, see `Links.exchange`."""
+        """Queue a record. `body` must not change until `send` has sent it, or `Links.exchange` has copied it."""
         head = _HEAD.pack(generation, step, len(body))
         parts = (head, self._sending.sign(head), body, self._sending.sign(body))
         self.unsent += [memoryview(part) for part in parts]
@@ -58,7 +58,7 @@ class _Link:
                 self.unsent[0] = self.unsent[0][count:]
 
     def take(self, generation: int, step: int, size: int) -> memoryview | None:
-        """Return the body of the expected record; None if the record is not complete yet. Drop earlier generations."""
+        """Return the body of the expected record, or None if bytes are missing. Drop records from before a reset."""
         while self._fill():
             text = self._coming[:-SIGNATURE_BYTES]
             self._receiving.check(self._coming[-SIGNATURE_BYTES:], text)
@@ -127,18 +127,18 @@ class Links:
                         received[other] = body
                         del missing[other]
                 if not missing and not any(link.unsent for link in sending):
-                    break  # another wait would last until its timeout
+                    break  # everything is sent and received: a further wait would only time out
                 self._wait(start, missing)
         except (OSError, ProtocolError) as error:
             raise CollectiveAbortedError(f"host {self._host}: the connection to host {other} broke: {error}") from error
         finally:
             for link in sending:
-                # The caller may free or change the tensor that holds the bytes.
+                # Copy the unsent bytes: after this call, the caller may free or change the tensor that holds them.
                 link.unsent = [memoryview(bytes(part)) for part in link.unsent]
         return [part for part in received if part is not None]
 
     def reset(self) -> None:
-        """Prepare for new exchanges after an abort, on every leader. Records sent before the reset are dropped."""
+        """Prepare for new exchanges after an abort, on every leader. Data that was sent before is dropped."""
         self._generation += 1
         self._step = 0
 

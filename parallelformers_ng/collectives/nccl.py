@@ -21,17 +21,17 @@ from parallelformers_ng.collectives.small_sums import SmallSums, proven_small_su
 from parallelformers_ng.errors import CollectiveAbortedError, StartupError
 
 WATCH_SECONDS = 0.02
-# Most seconds from a rank's read of the abort word to NCCL's locks. A longer NCCL call is waiting for another rank.
+# Longest time that a collective takes to pass NCCL's locks. A longer call of NCCL is waiting for another rank.
 ENTRY_SECONDS = 0.25
-END_SECONDS = 2.0  # most seconds that small sums of a closed group wait for another rank
-SETTLE_SECONDS = 0.1  # most seconds between the failures of two ranks for the same reason
+END_SECONDS = 2.0  # when the group closes, `SmallSums` waits this long for other ranks
+SETTLE_SECONDS = 0.1  # longest time between the failures of two ranks for the same reason
 
-# Names of one variable, the current name first → its value if the user sets the variable under no name.
+# Names of an environment variable, the current name first → its value if the user has set none of the names.
 _NCCL_DEFAULTS = {
-    ("NCCL_SOCKET_IFNAME",): "=lo",  # all ranks are on this machine, so no other machine need reach NCCL
-    ("NCCL_RAS_ENABLE",): "0",  # no status service of NCCL, which would open a port
-    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "0",  # no traceback of every collective
-    # By default torch waits a minute for traces after an error, and then ends the process. The group handles the error.
+    ("NCCL_SOCKET_IFNAME",): "=lo",  # all ranks are on this machine, so the loopback interface is enough
+    ("NCCL_RAS_ENABLE",): "0",  # NCCL's status service would open a port
+    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "0",  # torch would record a traceback of every collective
+    # By default torch ends the process a minute after an error of NCCL, but the group handles such errors itself.
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"): "0",
     ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",): "0",
     ("TORCH_NCCL_ENABLE_MONITORING",): "0",  # torch's monitor would end the process if torch's watchdog seems stuck
@@ -57,16 +57,17 @@ class NcclCommunicator(ProcessGroupCommunicator):
     sums 16-bit floats in 16 bits. Each element is summed in one place, so all ranks get the same bits. On one host,
     `SmallSums` sums tensors of less than 256 KiB if the devices can read each other's memory, after a trial.
 
-    A hanging kernel cannot read the abort word. So a thread watches the abort word and aborts the process group, which
-    ends the queued kernels. Such kernels end without an error, and their results are wrong: see `why_void`.
+    A hanging kernel cannot read the arena's abort word. So a thread watches the abort word and aborts the process
+    group, which ends the queued kernels. Such kernels end without an error, and their results are wrong: see
+    `why_void`.
 
-    An abort waits until all recordings with collectives of the group are destroyed. Meanwhile a new collective would
+    An abort waits until all CUDA graphs with collectives of the group are destroyed. Meanwhile a new collective would
     wait for the same lock of torch (`commDestroySync` of NCCL's init.cc; `ProcessGroupNCCL::abortComms`). So no
-    collective is queued after an abort may have begun, and recordings are destroyed as soon as the request has ended.
+    collective is queued after an abort may have begun, and the graphs are destroyed as soon as the request has ended.
     An error that all ranks raise after the same collectives needs no abort.
 
-    The ranks connect and check one sum when the communicator is created and after each reset; also `SmallSums` begins
-    anew then, unless a trial has failed. The constructor adds `nccl_defaults` to the environment of the process. The
+    When the communicator is created, and after each reset, the ranks connect, check one sum, and test `SmallSums`,
+    unless an earlier test of it failed. The constructor adds `nccl_defaults` to the environment of the process. The
     arguments `membership` are those of ProcessGroupCommunicator.
     """
 
@@ -78,7 +79,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
         self._small: SmallSums | None = None
         self._may_try_small = True  # False after a failed trial, which is not repeated
         self._closed = threading.Event()
-        self._entering = threading.Lock()  # held from the read of the abort word to the return from NCCL
+        self._entering = threading.Lock()  # held while a collective is queued, so that no abort begins then
         self._ending = threading.Lock()  # held while a process group is aborted
         self._ended: Any = None  # the process group that was aborted last
         self._trace = 0  # hash of the collectives queued in this request
@@ -117,7 +118,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
 
     def all_ended(self, sequence: int) -> bool:
         if self._parts or not self._owns_arena or self.world_size != self._arena.world_size:
-            return False  # ranks of different stages queue different collectives
+            return False  # stages queue different collectives, so their traces cannot be compared
         own, begun = self._trace, time.monotonic()
         self.note_end(sequence)
         while not self._arena.aborted and time.monotonic() - begun < SETTLE_SECONDS:
@@ -136,7 +137,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
         super().reset()
         if small is not None:
             small.close()
-        with contextlib.suppress(CollectiveAbortedError):  # the request that begins now will raise the error
+        with contextlib.suppress(CollectiveAbortedError):  # the next request will raise this error
             self._try_small_sums()
 
     def close(self) -> None:
@@ -144,7 +145,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
         small, self._small = self._small, None
         if small is not None:
             small.limit(END_SECONDS)
-        self.clear_up()  # an abort that has begun waits for this
+        self.clear_up()  # destroys CUDA graphs, for which an abort that has begun waits
         self._watcher.join()
         if small is not None:
             self._abort_group()
@@ -157,7 +158,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
             small = proven_small_sums(self, store, self._device, lambda: self._arena.aborted, may_try)
             if not self._arena.aborted:
                 self._small, self._may_try_small = small, small is not None
-            elif small is not None:  # the ranks may disagree after an abort, and repeat the trial after a reset
+            elif small is not None:  # after an abort, the ranks may disagree; a reset repeats the trial
                 small.close()
 
     def _new_group(self, store: dist.Store) -> Any:
@@ -178,8 +179,8 @@ class NcclCommunicator(ProcessGroupCommunicator):
 
     def _sum_in_place(self, group: Any, tensor: Tensor) -> None:
         options = dist.AllreduceOptions()
-        options.asyncOp = False  # run on the current stream, so that no stream need wait for another stream
-        group.allreduce([tensor], options)  # with asyncOp=False the result need not be waited for
+        options.asyncOp = False  # the sum runs on the current stream, so streams need not synchronize
+        group.allreduce([tensor], options)  # no `wait` is needed: later work is on the same stream
 
     def _gather_into(self, whole: Tensor, own: Tensor) -> None:
         options = AllgatherOptions()
@@ -189,7 +190,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
 
     @contextlib.contextmanager
     def _queueing(self, kind: int) -> Iterator[None]:
-        """Guard the queueing of a collective, so that no abort begins before the call of NCCL returns.
+        """Let no abort begin before NCCL's call returns, which queues a collective; add the collective to the trace.
 
         Args:
             kind: number that identifies the collective and its size, for the trace.
@@ -201,7 +202,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
             self._note(kind)
             yield
         except BaseException:
-            self._trace = -1 - self.rank  # no other rank has this value
+            self._trace = -1 - self.rank  # a value that no other rank has, so that `all_ended` returns False
             raise
         finally:
             self._entering.release()
@@ -218,7 +219,8 @@ class NcclCommunicator(ProcessGroupCommunicator):
     def _watch(self) -> None:
         while not self._closed.wait(WATCH_SECONDS):
             if self._arena.aborted and self._ended is not self._group:
-                # A thread that read the abort word too early has now either passed torch's lock or waits for a rank.
+                # Let a collective that began before the abort pass torch's lock. If that takes longer, it waits for
+                # another rank.
                 if self._entering.acquire(timeout=ENTRY_SECONDS):
                     self._entering.release()
                 self._abort_group()

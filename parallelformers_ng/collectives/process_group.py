@@ -22,16 +22,16 @@ from parallelformers_ng.errors import CollectiveAbortedError
 
 
 def create_rendezvous() -> int:
-    """Return the descriptor of a new empty anonymous file, through which the ranks meet.
+    """Return the descriptor of a new empty file without a name, through which torch's `FileStore` connects the ranks.
 
-    The file has no name, so other programs cannot find the file, and a crash leaves no file on disk. The caller must
-    close the descriptor when the group ends.
+    Other programs cannot find the file, and a crash leaves no file on disk. The caller must close the descriptor when
+    the group ends.
     """
     return os.memfd_create("parallelformers_ng-rendezvous", os.MFD_CLOEXEC)
 
 
 def rendezvous_path(fd: int) -> str:
-    """Return a path of the rendezvous file `fd`, for processes of the same user, valid while `fd` is open here."""
+    """Return a path by which processes of the same user can open the file `fd`, while this process keeps `fd` open."""
     return f"/proc/{os.getpid()}/fd/{fd}"
 
 
@@ -76,14 +76,14 @@ class ProcessGroupCommunicator(ArenaCommunicator):
 
     def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor:
         longest = max(sizes)
-        if tensor.shape[dim] < longest:  # the backends need equal sizes
+        if tensor.shape[dim] < longest:  # pad, because the backends need equal sizes on all ranks
             shape = list(tensor.shape)
             shape[dim] = longest
             padded = tensor.new_zeros(shape)
             padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor.detach())
             tensor = padded
         parts = self._gather(tensor)
-        if dim == 0 and min(sizes) == longest:  # the parts are adjacent in memory
+        if dim == 0 and min(sizes) == longest:  # the ranks' tensors are adjacent in memory already
             return parts.flatten(0, 1)
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
@@ -127,7 +127,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
 
     def _new_group(self, store: dist.Store) -> Any:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from the stub
-        # This device replaces the environment variable GLOO_SOCKET_IFNAME.
+        # Use the loopback interface, whatever the environment variable GLOO_SOCKET_IFNAME says.
         options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
         options._timeout = timedelta(seconds=self._timeout)
         return dist.ProcessGroupGloo(store, self.rank, self.world_size, options)

@@ -15,13 +15,13 @@ from parallelformers_ng.errors import CollectiveAbortedError, DivergedError, Pro
 
 try:
     from parallelformers_ng.collectives import _kernel
-except ImportError as error:  # installed without a C compiler, or imported from a clone without the built kernel
+except ImportError as error:  # the C kernel was not built, for example without a compiler
     _kernel = None  # type: ignore[assignment]
     logging.getLogger("parallelformers_ng").debug("collectives in shared memory are not available: %s", error)
 
 # Status that the kernel returns for a collective. Any other status means that the ranks have diverged.
 DONE, ABORTED, TIMED_OUT = 0, 1, 2
-# Dtype that the kernel can sum → the kernel's number for the dtype.
+# Data types that the kernel can sum → the kernel's number for the type.
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
@@ -30,7 +30,7 @@ def is_built() -> bool:
 
 
 class SharedMemoryCommunicator(ArenaCommunicator):
-    """A communicator through an arena. Sums are computed in rank order, so that all ranks get the same bits.
+    """A communicator through shared memory (`Arena`). It sums in rank order, so that all ranks get the same bits.
 
     The algorithms are those of DeepSpeed's shared-memory all-reduce (`csrc/cpu/comm/shm.cpp` of
     https://github.com/deepspeedai/DeepSpeed). Small messages are summed in one shot. Large messages are
@@ -40,8 +40,7 @@ class SharedMemoryCommunicator(ArenaCommunicator):
         width: number of adjacent ranks of a stage, for a communicator of one stage; None for all ranks.
 
     Attributes:
-        kernel: object of the C kernel. Other C code also calls the kernel (`_kernel_api.h`), and `check` takes the
-            returned status.
+        kernel: this rank's `_kernel.Kernel`. Other C code calls it, too (`_kernel_api.h`); `check` takes its status.
     """
 
     def __init__(self, arena: Arena, rank: int, timeout: float, width: int | None = None) -> None:
@@ -85,7 +84,7 @@ class SharedMemoryCommunicator(ArenaCommunicator):
         return out
 
     def reset(self) -> None:
-        # This class has no counter of its own: `Arena.reset` has set the counter in the arena to zero.
+        # A counter above 0 means that the parent has not called `Arena.reset` yet.
         if self._arena.counter(self._first + self.rank):
             raise ProtocolError(f"rank {self._place}: reset() was called before the parent's Arena.reset()")
         super().reset()

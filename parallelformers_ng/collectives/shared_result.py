@@ -1,4 +1,4 @@
-"""Sends one rank's result, tensors in any nested structure, to every rank; gathers reasons against a common step."""
+"""Broadcasts one rank's result, tensors in any nested structure, to all ranks; agrees on the outcome of a trial."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from parallelformers_ng.wire.by_value import ReferenceUnpickler
 
 T = TypeVar("T")
 
-# Bytes of the first exchange, before other ranks know the result's size. Usually a decode step's result fits.
+# Bytes that `share` sends before other ranks know the result's size. The result of a decode step usually fits.
 FIRST_BYTES = 32 * 1024
 _WORD, _LINE = 8, 64
 _TEXT_BYTES = 256
 
 
 def share(communicator: Communicator, source: int, compute: Callable[[], T] | None, device: torch.device) -> T:
-    """Return the result of `compute` on rank `source` on every rank. All ranks must call this function together.
+    """Run `compute` on rank `source`, and return its result on every rank. All ranks must call this function together.
 
-    If `compute` raises an exception, or pickle refuses the result, this function passes the exception on. The caller
-    must then abort the communicator, as for any collective.
+    If `compute` raises an exception, or pickle refuses the result, this rank raises the exception. The caller must then
+    abort the communicator, as for any collective.
 
     Args:
         compute: function that returns the result, which pickle must accept; None on a rank that receives the result. A
-            rank other than `source` with a function keeps its own result.
+            rank other than `source` that passes a function gets the result of its own function.
     """
     result: Any = None if compute is None else compute()
     if communicator.world_size == 1:
@@ -44,17 +44,18 @@ def share(communicator: Communicator, source: int, compute: Callable[[], T] | No
 def agreed(
     communicator: Communicator, device: torch.device, part: Callable[[], str | None], of_first: bool = False
 ) -> str:
-    """Run a part of a trial on every rank, and return the first rank's reason against the trial, the same on all ranks.
+    """Run one check of a trial on every rank; return the reason of the first rank whose check failed, or "".
 
     Args:
-        part: function that returns a reason, or None or "" for no reason. Its error is a reason, too. With several
+        part: check that returns the reason for a failure, or None or "". An exception is a failure, too. With several
             ranks, a reason is cut after 256 bytes in UTF-8.
+        of_first: whether only the check of rank 0 counts.
     """
     try:
         reason = part() or ""
     except GroupError:
         raise
-    except Exception as error:  # a compiler that is missing, memory that is, a name that this torch lacks
+    except Exception as error:  # a trial may fail in any way, for example for lack of memory
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if communicator.world_size == 1:
         return reason
@@ -116,7 +117,7 @@ def _aligned(place: int) -> int:
 
 
 class _TensorPickler(pickle.Pickler):
-    """A pickler that writes the place, the shape and the data type of a tensor instead of the tensor."""
+    """A pickler that writes a tensor's byte offset, shape and data type instead of its numbers; see `tensors`."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=5)

@@ -27,20 +27,20 @@ from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.shared_result import agreed
 
 MAX_BYTES = 256 * 1024  # tensors of this many bytes or more are summed by NCCL
-TRIAL_SECONDS = 5.0  # most seconds of the trial, and of the exchange of memory handles
-_TYPES = (torch.bfloat16, torch.float32)  # AT_DISPATCH_FLOAT_AND_BFLOAT16 of CUDASymmetricMemoryOps.cu
-_LOAD_BYTES = 16  # get_and_verify_alignment: the widest load of a thread
-_MAX_BLOCKS = 24  # one_shot_all_reduce_max_num_blocks
-_MIN_CAPABILITY = (8, 0)  # add_bf16x2 of CUDASymmetricMemory-inl.cuh asserts on older devices
-_SOCKET_FOLDERS = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # IpcChannel::get_socket_name of CUDASymmetricMemoryUtils.cpp
-_MAX_PATH_BYTES = 107  # of a socket; IpcChannel copies longer paths beyond its buffer
+TRIAL_SECONDS = 5.0  # longest time of the trial, and of the exchange of memory handles
+_TYPES = (torch.bfloat16, torch.float32)  # the types that torch's kernel is compiled for (CUDASymmetricMemoryOps.cu)
+_LOAD_BYTES = 16  # each thread of the kernel loads 16 bytes at a time (`get_and_verify_alignment`)
+_MAX_BLOCKS = 24  # largest number of the kernel's thread blocks (`one_shot_all_reduce_max_num_blocks`)
+_MIN_CAPABILITY = (8, 0)  # on older devices the kernel fails (`add_bf16x2` of CUDASymmetricMemory-inl.cuh)
+_SOCKET_FOLDERS = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # folders of torch's socket (`IpcChannel::get_socket_name`)
+_MAX_PATH_BYTES = 107  # longest path of a socket; torch's `IpcChannel` copies longer paths beyond its buffer
 _LOOK_SECONDS, _RELEASE_SECONDS = 0.02, 0.0005
 log = logging.getLogger("parallelformers_ng")
 _numbers = itertools.count()
 
 
 class SmallSums:
-    """Sums in a buffer that the devices of all ranks can read.
+    """An all-reduce of small CUDA tensors, through buffers that the devices of all ranks can read.
 
     A sum copies the rank's tensor to its buffer. Then a kernel waits until all ranks have copied, adds the ranks'
     buffers, and waits until all ranks have read (`one_shot_all_reduce_out` of `CUDASymmetricMemoryOps.cu`). The kernel
@@ -48,9 +48,9 @@ class SmallSums:
     `add_bf16x2` of `CUDASymmetricMemory-inl.cuh`). `one_shot_all_reduce_copy` would copy inside the kernel, but signals
     the other ranks before all threads of a block have copied.
 
-    The kernel waits without a limit, and no abort of NCCL ends the kernel (`sync_remote_blocks`). So a thread writes
-    the awaited signals after an abort or after the limit of `limit`. Results are then wrong: see
-    `Communicator.why_void`.
+    The kernel waits without a time limit, and no abort of NCCL ends it (`sync_remote_blocks`). So a thread of this
+    object writes the signals that the kernel waits for, after an abort or when the time of `limit` is over. Results are
+    then wrong: see `Communicator.why_void`.
 
     The memory comes from `empty_strided_p2p`, which zeroes the signals (`CUDASymmetricMemoryAllocator::alloc`). The
     pool of `symm_mem.empty` could reuse memory with old signals.
@@ -62,7 +62,7 @@ class SmallSums:
         self._rank = rank
         self._device = device
         self._is_aborted = is_aborted
-        self._name = cast(Any, f"parallelformers_ng small sums {next(_numbers)}")  # a GroupName in newer releases
+        self._name = cast(Any, f"parallelformers_ng small sums {next(_numbers)}")  # newer torch wants a `GroupName`
         self._deadline = math.inf
         self._has_released = False
         self._lock = threading.Lock()
@@ -81,12 +81,13 @@ class SmallSums:
             raise
         self._buffers = {dtype: buffer.view(dtype) for dtype in _TYPES}
         self._owners: list[Any] = [group, handle]
-        # Element (block, r) of a rank's signals: 1 from rank r's put until the rank's wait, which writes 0.
+        # Signals of a rank: element (block, r) is 1 after rank r has signalled, and 0 again after the rank has waited.
         others = [other for other in range(world_size) if other != rank]
         self._awaited = [signals[rank][:, other] for other in others]
         self._untaken = [signals[other][:, rank] for other in others]
-        self._stream = torch.cuda.Stream(device, priority=-1)  # a queue of its own, not behind the waiting kernels
-        # CUDA loads a kernel at its first launch, and the loading could wait for running kernels.
+        self._stream = torch.cuda.Stream(device, priority=-1)  # other streams may be blocked by waiting kernels
+        # Launch the kernel of `fill_` now: CUDA loads a kernel at its first launch, which could wait for running
+        # kernels.
         torch.zeros(shape, dtype=torch.int32, device=device)[:, 0].fill_(1)
         self._thread = threading.Thread(target=self._watch, name="small-sums-watch", daemon=True)
         self._thread.start()
@@ -109,14 +110,14 @@ class SmallSums:
             tensor.copy_(total)
 
     def limit(self, seconds: float) -> None:
-        """End kernels that still wait for other ranks after `seconds` from now; `math.inf` removes the limit."""
+        """Let kernels wait for other ranks at most `seconds` from now; `math.inf` removes the limit."""
         self._deadline = time.monotonic() + seconds
 
     def difference(self, communicator: Communicator) -> str:
-        """Return a text about the difference between some sums and the sums of `communicator`; "" if all are equal.
+        """Compare test sums with the sums of `communicator`; describe a difference, or return "".
 
-        The sums have the smallest and the largest size of each dtype, and are small integers, which are exact in any
-        order. All ranks must call this method together; it waits for the device.
+        The tensors have the smallest and the largest size of each dtype. Their numbers are small integers, whose sums
+        are exact in any order. All ranks must call this method together; it waits for the device.
         """
         pairs = []
         for dtype in _TYPES:
@@ -127,7 +128,7 @@ class SmallSums:
         self.limit(TRIAL_SECONDS)
         for own, _ in pairs:
             self.sum(own)
-        are_equal = [torch.equal(own, total) for own, total in pairs]  # waits for each sum
+        are_equal = [torch.equal(own, total) for own, total in pairs]  # `torch.equal` waits for the device
         with self._lock:
             self._deadline = math.inf
             if self._has_released:
@@ -135,8 +136,8 @@ class SmallSums:
         return "" if all(are_equal) else "a sum differs from NCCL's"
 
     def close(self) -> None:
-        """Wait for the device, and free the memory. Recordings with sums must have been destroyed."""
-        with contextlib.suppress(RuntimeError):  # a broken device has failed its request already
+        """Wait for the device, and free the memory. CUDA graphs that contain sums must have been destroyed before."""
+        with contextlib.suppress(RuntimeError):  # ignore device errors, which a request has already reported
             torch.cuda.synchronize(self._device)
         self._closed.set()
         self._thread.join()
@@ -145,7 +146,7 @@ class SmallSums:
         _unregister_process_group(self._name)
 
     def _watch(self) -> None:
-        with torch.cuda.device(self._device), contextlib.suppress(RuntimeError):  # as in `close`
+        with torch.cuda.device(self._device), contextlib.suppress(RuntimeError):  # ignore: requests report them
             while not self._closed.wait(_RELEASE_SECONDS if self._has_released else _LOOK_SECONDS):
                 with self._lock:
                     self._has_released |= self._is_aborted() or time.monotonic() >= self._deadline
@@ -153,7 +154,7 @@ class SmallSums:
                     self._release()
 
     def _release(self) -> None:
-        """Let each waiting block pass its present wait (`put_signal` and `wait_signal`)."""
+        """Write the signals that the kernels wait for, so that they end (`put_signal` and `wait_signal` of torch)."""
         with torch.cuda.stream(self._stream):
             for signals in self._untaken:
                 signals.fill_(0)
@@ -165,7 +166,7 @@ class SmallSums:
 def proven_small_sums(
     communicator: Communicator, store: dist.Store, device: torch.device, is_aborted: Callable[[], bool], may_try: bool
 ) -> SmallSums | None:
-    """Return sums that agreed with the sums of `communicator` in a trial; None if `communicator` must sum all tensors.
+    """Create small sums, and test them against the sums of `communicator`; None if `communicator` must sum all tensors.
 
     All ranks must call this function together, and all ranks get the same decision, unless the group was aborted
     meanwhile. After a trial, rank 0 logs one line.
@@ -178,22 +179,22 @@ def proven_small_sums(
     places = communicator.all_gather(torch.tensor([device.index if may_try else -1], device=device)).tolist()
     if min(places) < 0:
         return None
-    made: list[SmallSums] = []
+    created: list[SmallSums] = []
 
     def make() -> None:
-        made.append(SmallSums(rank, world_size, store, device, is_aborted))
+        created.append(SmallSums(rank, world_size, store, device, is_aborted))
 
     reason = "the group was aborted"
     try:
         refused = agree(lambda: _obstacle(device, places)) or agree(make)
-        reason = refused or agree(lambda: made[0].difference(communicator))
+        reason = refused or agree(lambda: created[0].difference(communicator))
     finally:
-        if made and reason:
-            made[0].close()
+        if created and reason:
+            created[0].close()
     if rank == 0:
         done = f"stay with NCCL: {reason}" if reason else "read the memory of the other devices"
         log.info("sums of less than %d KiB %s", MAX_BYTES // 1024, done)
-    return None if reason else made[0]
+    return None if reason else created[0]
 
 
 def _obstacle(device: torch.device, places: list[int]) -> str:

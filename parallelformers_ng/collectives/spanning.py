@@ -17,16 +17,16 @@ from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.nccl import NcclCommunicator
 from parallelformers_ng.errors import CollectiveAbortedError, StartupError
 
-_SLOT_BYTES = 256  # NCCL's unique id has 128
+_SLOT_BYTES = 256  # room for a length byte, and for NCCL's unique id of 128 bytes
 _SIOCGIFADDR = 0x8915
 
 
 class HandedOver(dist.Store):
-    """A store through which NCCL ranks of several hosts meet. All ranks gather the value that rank `source` sets.
+    """A `torch.distributed` store that sends NCCL's unique id from rank `source` to all ranks, by an all-gather.
 
-    When NCCL connects a group, its first rank sets a unique id that the other ranks get; the store supports only this.
-    A value has at most 255 bytes. The id is sent over signed connections. `set` and `get` raise the errors of
-    `Communicator.all_gather`.
+    When torch connects an NCCL group, its first rank sets a unique id, and the other ranks get it. The store supports
+    only this. A value has at most 255 bytes. The id is sent over signed connections. `set` and `get` raise the errors
+    of `Communicator.all_gather`.
     """
 
     def __init__(self, between: Communicator, source: int) -> None:
@@ -35,7 +35,7 @@ class HandedOver(dist.Store):
         self._source = source
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch passes bytes, its stub says str
-        # Other keys are signals between torch's watchdogs, which are not needed here: `abort` reaches all ranks.
+        # Ignore other keys: with them torch's watchdogs report errors, which `abort` already reports to all ranks.
         if "/" in key and ":" not in key:
             self._exchange(value)
 
@@ -69,7 +69,7 @@ class SpanningNcclCommunicator(NcclCommunicator):
         self._between = between
         if "NCCL_SOCKET_IFNAME" not in os.environ:
             os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(address)}"
-        os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(between.world_size)  # so that only one rank sets an id
+        os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(between.world_size)  # all ranks then share one unique id of NCCL
         membership = between.rank, between.world_size, HandedOver(between, 0), timeout, arena, place
         super().__init__(*membership, device=device, is_on_one_host=False)
 
@@ -79,7 +79,7 @@ class SpanningNcclCommunicator(NcclCommunicator):
 
     @contextlib.contextmanager
     def _queueing(self, kind: int) -> Iterator[None]:
-        """Also abort the group if NCCL raises an error, which is often a consequence of another host's abort."""
+        """Abort the group if NCCL raises an error in the `with` block; often another host has aborted before."""
         try:
             with super()._queueing(kind):
                 yield
@@ -112,7 +112,7 @@ def _find_4(address: str) -> str | None:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(query, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # the interface has no address
+            except OSError:  # this interface has no IPv4 address, so it cannot be the wanted one
                 continue
             if answer[20:24] == socket.inet_aton(address):
                 return name

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _Meeting:
-    """The meeting point of ranks that are threads: every rank stores a tensor, waits for all ranks, and reads all."""
+    """An all-gather between threads: each rank stores an item, waits at a barrier, and reads the items of all ranks."""
 
     def __init__(self, world_size: int, timeout: float) -> None:
         self.barrier = threading.Barrier(world_size, timeout=timeout)
@@ -24,7 +24,7 @@ class _Meeting:
         self.timeout, self.ended = timeout, False
 
     def end(self) -> None:
-        """Record that a rank has ended. Ranks that wait for the ended rank raise CollectiveAbortedError."""
+        """Record that a rank has ended, so that ranks that wait for it raise CollectiveAbortedError."""
         self.ended = True
         if self.barrier.n_waiting:
             self.barrier.abort()
@@ -55,7 +55,7 @@ class ThreadCommunicator(Communicator):
 
     def _part(self, width: int) -> ThreadCommunicator:
         meetings = self._meeting.exchange(self.rank, _Meeting(width, self._meeting.timeout))
-        first = self.rank - self.rank % width  # the meeting of the stage's first rank is for the whole stage
+        first = self.rank - self.rank % width  # all ranks of the stage use the `_Meeting` of its first rank
         return ThreadCommunicator(self.rank - first, width, meetings[first])
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:

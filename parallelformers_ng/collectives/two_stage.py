@@ -61,7 +61,7 @@ class TwoStageCommunicator(Communicator):
         return self._spread(out)
 
     def abort(self, reason: str) -> None:
-        self._within.abort(reason)  # the agents of the hosts abort the other hosts
+        self._within.abort(reason)  # this host's agent forwards the abort to the other hosts
 
     def reset(self) -> None:
         self._within.reset()

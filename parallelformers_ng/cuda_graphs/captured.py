@@ -27,18 +27,16 @@ from parallelformers_ng.cuda_graphs.static_caches import LENGTH_STEP, ReusableCa
 from parallelformers_ng.errors import GroupError
 from parallelformers_ng.sharding.cache_names import CACHE
 
-# Maximum number of recordings of one cache. A model that needs more recordings passes a different number to each step.
+# Maximum number of CUDA graphs for one cache. A model that needs more passes a new constant argument at each step.
 MAX_KINDS_OF_STEP = 64
 
 
 class CapturedSteps:
-    """The recorded steps of one rank's model.
-
-    Either all ranks use a recording, or no rank does.
+    """The CUDA graphs of one rank's decode steps. In each step, either all ranks use a graph, or no rank does.
 
     Attributes:
-        trial: decides whether kernels compute the steps; None if the model has no layers for kernels.
-        reason: why steps of the last call ran without a recording; "" if recordings were used.
+        trial: decides whether Triton kernels compute the steps; None if the model has no layers for these kernels.
+        reason: why steps of the last call ran without a CUDA graph; "" if they used graphs.
     """
 
     def __init__(self, recorder: CudaRecorder, communicator: Communicator) -> None:
@@ -46,12 +44,12 @@ class CapturedSteps:
         self.recorder = recorder
         self.trial: KernelTrial | None = None
         self._communicator = communicator
-        self._caches: dict[int, ReusableCache] = {}  # bucket of rows → cache
+        self._caches: dict[int, ReusableCache] = {}  # number of rows (a power of two) → cache
         self._current: ReusableCache | None = None
         communicator.before_reset(self.forget)
 
     def forget(self) -> None:
-        """Destroy all recordings and caches, because the collectives or modules of the recordings have changed."""
+        """Destroy all CUDA graphs and caches, because the collectives or modules of the graphs have changed."""
         for cache in self._caches.values():
             cache.release()
         self._caches.clear()
@@ -59,7 +57,7 @@ class CapturedSteps:
 
     @contextlib.contextmanager
     def capturing(self, model: Any) -> Iterator[None]:
-        """Record and replay decode steps of `model.generate` over a static cache inside the `with` block.
+        """Run decode steps of `model.generate` over a static cache as CUDA graphs inside the `with` block.
 
         Inside the block, the model object has its own `forward` and `_prepare_static_cache`. If steps cannot be
         recorded, `reason` says why, and the model runs as usual.
@@ -81,7 +79,7 @@ class CapturedSteps:
             return self._step(reusable, forward, args, kwargs)
 
         model._prepare_static_cache, model.forward = prepare_reusable, forward_captured
-        self.reason = "no static cache was made for this model"  # for example, only a submodule got a cache
+        self.reason = "no static cache was made for this model"  # remains if, for example, only a submodule got a cache
         try:
             yield
         finally:
@@ -89,21 +87,22 @@ class CapturedSteps:
             self._current = None
 
     def rows_held(self, rows: int, tokens: int) -> int:
-        """Return the rows of the smallest cache that has room for `rows` rows of `tokens` tokens; 0 without one."""
+        """Return the rows of the smallest existing cache with room for `rows` rows of `tokens` tokens; 0 without
+        one."""
         return min((each for each, cache in self._caches.items() if each >= rows and cache.length >= tokens), default=0)
 
     def cache(self, rows: int, tokens: int, length: int, make: Callable[[], Any]) -> ReusableCache | None:
-        """Return a cache with room for `rows` rows (rounded up to a power of two) and `tokens` tokens.
+        """Return a reusable cache with room for `rows` rows (rounded up to a power of two) and `tokens` tokens.
 
-        If no existing cache is large enough, `make` makes a static cache of `length` tokens. Returns None if that cache
-        has no reusable form, with the cause in `reason`.
+        If no existing cache is large enough, `make` makes a static cache of `length` tokens. Returns None if a layer of
+        that cache is not supported, and sets `reason`.
         """
         self.reason = ""
         bucket = bucket_of(rows)
         earlier = self._caches.get(bucket)
         if earlier is None or earlier.length < tokens:
             if earlier is not None:
-                self._caches.pop(bucket).release()  # free its memory for the new cache
+                self._caches.pop(bucket).release()  # frees memory for the new cache
             cache = make()
             if layer := unsupported_layer(cache):
                 self.reason = f"the cache of this model has a {layer}"
@@ -112,10 +111,10 @@ class CapturedSteps:
         return self._caches[bucket]
 
     def run(self, model: Any, reusable: ReusableCache, arguments: dict[str, Any]) -> Any:
-        """Run one step over a cache of the method `cache`, from a recording if possible.
+        """Run one decode step over a cache that the method `cache` returned, by a CUDA graph if possible.
 
-        Raises GroupError or torch.distributed.DistBackendError if a collective between the ranks has failed. Other
-        errors of a recording are only kept in `reason`.
+        Raises GroupError or torch.distributed.DistBackendError if a collective between the ranks has failed. If
+        recording fails in another way, the step runs without a graph, and `reason` says why.
 
         Args:
             arguments: keyword arguments of the model, with `input_ids` `[rows, 1]` and the cache.
@@ -127,12 +126,12 @@ class CapturedSteps:
         return self._step(reusable, model.forward, (), arguments)
 
     def _prepare_cache(self, model: Any, prepare: Callable[..., Any], options: dict[str, Any]) -> Any:
-        # transformers requests a cache once per call, when all lengths are known.
+        # transformers calls this once per call of `generate`, when all lengths are known.
         tokens = options["max_cache_len"]
         length = -(-tokens // LENGTH_STEP) * LENGTH_STEP
 
         def make() -> Any:
-            model._previous_max_cache_length = -1  # otherwise the cache gets the length of the longest earlier cache
+            model._previous_max_cache_length = -1  # otherwise the cache gets the length of the longest earlier one
             return prepare(**{**options, "max_cache_len": length})
 
         reusable = self.cache(options["batch_size"], tokens, length, make)
@@ -154,7 +153,7 @@ class CapturedSteps:
             return forward(*args, **kwargs)
         if self.trial is None:
             return self._known_step(reusable, forward, arguments)
-        if self.trial.mode is None and not reusable.phase:  # a window counts in Python the tokens of each run
+        if self.trial.mode is None and not reusable.phase:  # the trial's runs would change the token count of a window
             counts = [layer.cumulative_length for layer in reusable.layers]
             self.trial.decide(lambda: forward(**kwargs), reusable.snapshot, counts)
         with self.trial.computing():
@@ -198,7 +197,7 @@ class CapturedSteps:
             raise
         except Exception as last:  # devices raise many types of errors while recording
             error: BaseException = last
-            while error.__context__ is not None:  # ending a failed capture raises an error of its own
+            while error.__context__ is not None:  # the end of a failed capture raises a second error
                 error = error.__context__
             failure = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         failure = self._agreed(failure)
@@ -206,13 +205,13 @@ class CapturedSteps:
         return failure or step  # type: ignore[return-value]
 
     def _agreed(self, failure: str) -> str:
-        """Return the first rank's failure, so that all ranks decide alike."""
+        """Return the failure of the first rank with a failure, so that all ranks make the same decision."""
         assert self._current is not None
         return agreed(self._communicator, self._current.layers[0].keys.device, lambda: failure)
 
 
 def _odd_output(output: Any, cache: Any) -> str:
-    """Name the outputs of a step besides logits and cache, which a recording cannot return."""
+    """Describe outputs of a step other than logits and the cache, which a CUDA graph cannot return; "" without any."""
     more = sorted(set(output.keys()) - {"logits", CACHE})
     if output.get(CACHE, cache) is not cache:
         more.append("another cache")
@@ -224,7 +223,7 @@ def _model_obstacle(model: Any) -> str:
         return "the model's forward was replaced"
     for module in model.modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            # Hooks of transformers only record requested outputs.
+            # Allow hooks of transformers, which only record requested outputs.
             if not getattr(hook, "__module__", "").startswith("transformers."):
                 return f"{type(module).__name__} has a forward hook"
     return ""

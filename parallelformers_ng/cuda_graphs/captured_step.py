@@ -1,8 +1,8 @@
-"""Records one decode step, replays the recording, and tests it.
+"""Records one decode step as a CUDA graph, replays the graph, and tests it.
 
-A recording may freeze more than shapes, for example a position that Python code counts, and then gives wrong logits at
-another position. The first two steps of a recording therefore run twice from the same state: from the recording and
-normally. The logits must agree.
+A graph may freeze more than shapes, for example a position that Python code counts, and then gives wrong logits at
+another position. So the first two steps of a graph run twice from the same state: from the graph and normally. The
+logits must agree.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from parallelformers_ng.sharding.cache_names import CACHE
 
 Forward = Callable[..., Any]
 
-# Number of steps that run from a recording and normally, to compare their logits.
+# Number of steps that run both by the CUDA graph and normally, to compare their logits.
 PROOFS = 2
 
 
 class CapturedStep:
-    """A recorded decode step of `width` rows, and its argument buffers.
+    """The CUDA graph of a decode step of `width` rows, and the buffers of its arguments.
 
     Attributes:
-        proofs_left: number of steps that still have to compare the recording with the normal step.
+        proofs_left: number of steps that must still compare the graph with the normal step.
     """
 
     def __init__(
@@ -60,23 +60,23 @@ class CapturedStep:
         self._names = tuple(output.keys())
 
     def destroy(self) -> None:
-        """Destroy the recording and free its device memory, even if other objects refer to this step."""
+        """Destroy the CUDA graph and free its memory, even if other objects refer to this step."""
         self._recorder.destroy(self._graph)
         del self._graph, self._logits, self._kept, self._buffers
 
     def run(self, arguments: StepArguments) -> Any:
-        """Replay the recording for arguments with the recorded shapes, and at most as many rows."""
+        """Replay the CUDA graph for arguments with the recorded shapes, and at most as many rows."""
         logits = self._compute(arguments)
         self._cache.advance()
         values = {"logits": logits, CACHE: self._cache.cache}
         return self._kind(**{name: values[name] for name in self._names})
 
     def prove(self, run: Forward, arguments: StepArguments) -> tuple[Any, str]:
-        """Run a step from the recording and normally, and compare the logits.
+        """Run a step both by the CUDA graph and normally, and compare the logits.
 
         The logits agree if the largest difference is at most 1e-4 of the largest logit in float32 and float64, 2e-2 in
-        other types. The cache then has the tokens of the normal step. Returns the normal step's output, and a text
-        about a difference.
+        other types. The cache then has the tokens of the normal step. Returns the normal step's output, and a
+        description of a difference, or "".
         """
         before = self._cache.snapshot()
         result = self._compute(arguments)
@@ -96,6 +96,6 @@ class CapturedStep:
         return self._logits[: arguments.rows].clone()  # the next replay overwrites the logits
 
     def _feed(self, arguments: StepArguments) -> None:
-        """Copy the arguments into the buffers; unused rows of a buffer keep their initial values."""
+        """Copy the arguments into the graph's buffers; unused rows of a buffer keep their initial values."""
         for buffer, tensor in zip(self._buffers, arguments.tensors, strict=True):
             (buffer if buffer.shape == tensor.shape else buffer[: len(tensor)]).copy_(tensor)

@@ -1,12 +1,13 @@
-"""Decides, once for a model, whether kernels compute its recorded steps, or its modules."""
+"""Decides, once for each model, whether Triton kernels or the model's modules compute the recorded decode steps."""
 
-# The first step that may be recorded is run in both ways, from the same cache. The kernels compute from then on if
+# The first step that may be recorded runs both by the kernels and by the modules, from the same cache. The kernels
+# compute all later steps if
 #
-# - on every rank each layer's output, and what it wrote to the cache, agrees with the modules' on the model's inputs;
-# - a recording of the step with the kernels is not slower than one without them, by the clock of rank 0's device.
+# - on every rank each layer's output, and the keys and values that it wrote to the cache, agree with the modules';
+# - a CUDA graph of the step with the kernels is not slower than one with the modules, on the clock of rank 0's device.
 #
-# Else the modules compute, and the log says why, in one line. The first step is run once more in the chosen way: the
-# same call twice gives the same tokens.
+# Otherwise the modules compute, and the log says why, in one line. The first step runs once more in the chosen way, so
+# that the same call gives the same tokens at a second time.
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ from parallelformers_ng.collectives.shared_result import agreed
 from parallelformers_ng.cuda_graphs.masks import masks_converted_once
 from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, CudaRecorder
 
-# Way to compute a step: by the modules; by the modules, while it is noted whether the kernels could; layer by layer by
-# both; by the kernels.
+# How a step runs: by the modules; by the modules, with a check whether the kernels support the step; by both, layer by
+# layer, with a comparison; by the kernels.
 KernelMode: TypeAlias = Literal["modules", "watched", "both", "kernels"]
-# Runs of a recorded step, of which the fastest counts.
+# Number of timed replays of a CUDA graph; the fastest replay counts.
 REPLAYS = 5
 log = logging.getLogger("parallelformers_ng")
 
@@ -35,7 +36,7 @@ class KernelTrial:
     """The trial that decides whether one model's decode steps use kernels or modules.
 
     Args:
-        kernels: `kernels.step_kernels.StepKernels`, of a room above this one.
+        kernels: `kernels.step_kernels.StepKernels`; not imported, because its package imports this one.
 
     Attributes:
         mode: result of the trial, "modules" or "kernels", equal on all ranks; None before the trial.
@@ -54,22 +55,23 @@ class KernelTrial:
     def decide(
         self, step: Callable[[], Any], snapshot: Callable[[], Sequence[tuple[Tensor, Tensor]]], counts: Sequence[Tensor]
     ) -> None:
-        """Run a step in several ways, set `mode`, and restore the tensors of the cache.
+        """Compare kernels and modules on one decode step, set `mode`, and restore the tensors of the cache.
 
-        All ranks must call this method at the same step, because they exchange their results. Errors make the modules
-        compute, except those of a collective between the ranks.
+        All ranks must call this method at the same step, because they exchange their results. After an error, the
+        modules compute the steps; but errors of collectives between the ranks are raised.
 
         Args:
             step: function that runs the step over the cache. The tensors of the step must stay at the same addresses
                 until this method returns.
             snapshot: function that returns (tensor, copy of the tensor) for every tensor of the cache.
-            counts: at least one tensor of the cache, with the position that a step writes to, int64 without dimensions.
+            counts: tensors of the cache, at least one, with the position that a step writes to, int64 without
+                dimensions.
         """
         agree = functools.partial(agreed, self._communicator, counts[0].device)
         reason = agree(self._kernels.obstacle)
         if not reason:
             saved = snapshot()
-            # Ranks that compute both ways exchange more than ranks that do not: first all must know that all do.
+            # All ranks must start the comparison or none, because it runs more collectives: agree on that first.
             reason = agree(lambda: self._unserved(step))
             _restore(saved)
         if not reason:

@@ -15,18 +15,18 @@ from torch import Tensor
 
 from parallelformers_ng.runtime.limits import set_within
 
-# The masks of this thread with their numbers. While a mask is kept here, no other mask can have its identity.
+# Pairs of a boolean mask and its converted form. While a mask is kept here, no other object can have its id.
 _converted: ContextVar[list[tuple[Tensor, Tensor]] | None] = ContextVar("_converted", default=None)
 
 
 def masks_converted_once() -> AbstractContextManager[None]:
-    """Make `added` convert each mask only once inside the `with` block, which is one forward pass. The pass must not
-    change a mask."""
+    """Make `added` convert a mask only once inside the `with` block, a forward pass that must not change masks."""
     return set_within(_converted, [])
 
 
 def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a boolean mask as numbers to add to the scores, inside of `masks_converted_once`; else the mask itself.
+    """Convert a boolean mask to numbers to add to the scores, inside `masks_converted_once`; return other masks
+    unchanged.
 
     A hidden position gets the lowest finite number, because cuDNN's kernels do not accept infinities
     (`convert_boolean_attn_mask_cudnn`). The softmax still gives a hidden position the weight 0 if its row has a visible

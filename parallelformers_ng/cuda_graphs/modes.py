@@ -23,7 +23,7 @@ from parallelformers_ng.sharding.cache_names import CACHES
 
 Decode: TypeAlias = Literal["auto", "eager", "compile", "cuda_graphs"] | CompileConfig
 NO_DEVICE = "there is no CUDA device to capture on"
-# Maximum rows × tokens of a cache for CUDA graphs by default. For a model with 8 billion parameters, a step reads an
+# Maximum rows × tokens of a cache if CUDA graphs are only the default. With 8 billion parameters, a step reads an
 # eighth as many bytes of such a cache as of weights.
 MAX_POSITIONS = 1 << 14
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
@@ -37,6 +37,7 @@ class StaticSteps:
     Attributes:
         options: arguments of `generate` that turn on the mode.
         without: log message for a call that cannot use the mode.
+        captured: whether the steps become CUDA graphs, and are not compiled.
         by_default: whether the caller did not request the mode. A call uses a default mode only if the mode does not
             change the types of the answer. After a failure, no call uses a default mode.
     """
@@ -48,13 +49,11 @@ class StaticSteps:
 
 
 def static_steps(decode: Decode, device: str, world_size: int) -> tuple[StaticSteps | None, str]:
-    """Return the decode mode for the argument `decode` of `parallelize`.
+    """Return the decode mode for the argument `decode` of `parallelize`, or None for ordinary decode steps; and the
+    reason why the requested mode is not used, or "".
 
-    With one rank, a compiled step becomes a CUDA graph. With several ranks, a step has collectives, and is compiled in
-    pieces between the collectives.
-
-    Returns:
-        (mode, None for ordinary decode steps; the reason why the requested mode is not used, or "").
+    With one rank, a compiled step becomes a CUDA graph. With several ranks, the compiler splits a step at its
+    collectives.
     """
     if decode == "cuda_graphs":
         return (CAPTURED, "") if device == "cuda" else (None, NO_DEVICE)
@@ -75,7 +74,7 @@ def static_steps(decode: Decode, device: str, world_size: int) -> tuple[StaticSt
 
 
 def _refuse_graphs(config: Any, world_size: int) -> None:
-    """Raise ParallelError if the compiler would put collectives in CUDA graphs, which it does not support."""
+    """Raise ParallelError if the compiler would record collectives in CUDA graphs, which it does not support."""
     options = getattr(config, "options", None) or {}
     makes_graphs = getattr(config, "mode", None) in _WITH_GRAPHS or options.get("triton.cudagraphs")
     if world_size > 1 and makes_graphs:
@@ -93,11 +92,8 @@ CAPTURED_BY_DEFAULT = replace(CAPTURED, by_default=True)
 def static_generation(
     model: PreTrainedModel, arguments: Mapping[str, Any], steps: StaticSteps
 ) -> tuple[dict[str, Any], str]:
-    """Turn on a decode mode in the arguments of a `generate` call.
-
-    Returns:
-        (new arguments; the reason why the mode cannot be used and the arguments are unchanged, or "").
-    """
+    """Turn on a decode mode in the arguments of a `generate` call. Return the new arguments, and the reason why the
+    mode cannot be used and the arguments are unchanged, or ""."""
     static = {**arguments}
     if reason := _obstacle(model, static, steps):
         return static, reason
@@ -107,13 +103,13 @@ def static_generation(
 
 
 def check_compiler(model: PreTrainedModel, arguments: Mapping[str, Any], world_size: int) -> None:
-    """Check the `compile_config` of a `generate` call on CUDA devices, if the call has one."""
+    """Raise ParallelError if a `generate` call on CUDA devices would compile collectives into CUDA graphs."""
     config = arguments.get("generation_config") or model.generation_config
     _refuse_graphs(arguments.get("compile_config", getattr(config, "compile_config", None)), world_size)
 
 
 def eager_generation(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of a `generate` call on CUDA devices that keep decode steps from being compiled by default.
+    """Return the arguments of a `generate` call on CUDA devices, changed so that no decode step is compiled by default.
 
     On accelerators transformers compiles steps over a static cache by default, in a mode that records CUDA graphs. With
     several ranks, each graph would contain collectives. Compile settings of the caller are kept.
@@ -137,13 +133,13 @@ def _positions(arguments: Mapping[str, Any], setting: Callable[[str], Any]) -> i
 
 
 def _lacks_masks(model: PreTrainedModel) -> bool:
-    # transformers 5.17 passes an argument that the function does not have.
+    # transformers 5.17 passes `block_sequence_ids`, although the function does not accept it.
     is_chunked = getattr(model.config.get_text_config(), "attention_chunk_size", None) is not None
     return is_chunked and "block_sequence_ids" not in inspect.signature(create_chunked_causal_mask).parameters
 
 
 def _obstacle(model: PreTrainedModel, arguments: dict[str, Any], steps: StaticSteps) -> str:
-    """Return the reason why decode steps of a call cannot be compiled or captured."""
+    """Return why decode steps of a call cannot be compiled or recorded as CUDA graphs; "" if they can."""
     generation_config = arguments.get("generation_config") or model.generation_config
 
     def setting(name: str) -> Any:
@@ -169,7 +165,7 @@ def _obstacle(model: PreTrainedModel, arguments: dict[str, Any], steps: StaticSt
             positions > MAX_POSITIONS
         ),
         "assisted decoding crops its cache": any(setting(name) is not None for name in _ASSISTED),
-        # Over a static cache, transformers makes a mask of four dimensions.
+        # The reason: for a static cache, transformers makes a mask of four dimensions.
         "Falcon's alibi needs a mask of two dimensions": model.config.model_type == "falcon" and model.config.alibi,
         "this release of transformers makes no masks for chunked attention over a static cache": _lacks_masks(model),
         "an encoder-decoder model has two caches": model.config.is_encoder_decoder and steps.captured,

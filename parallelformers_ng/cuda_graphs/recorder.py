@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# Name of an argument whose first dimension is the rows → its number of dimensions.
+# Argument of the model whose first dimension is the batch → its number of dimensions.
 _DIMENSIONS = {"input_ids": 2, "attention_mask": 4, "position_ids": 2, "token_type_ids": 2}
 
 
 class CudaRecorder:
-    """A recorder of CUDA graphs that share one memory pool.
+    """Records CUDA graphs that share one memory pool.
 
     A graph has fixed addresses and control flow, so a replay uses the same memory and runs no Python.
 
@@ -24,8 +24,8 @@ class CudaRecorder:
     of a pool can therefore share intermediate memory and run in any order.
 
     A pool whose graphs were all destroyed accepts no new graph while any of its memory is in use
-    (`create_or_incref_pool` of torch's CUDACachingAllocator.cpp). A new pool therefore replaces a pool whose
-    last graph was destroyed.
+    (`create_or_incref_pool` of torch's CUDACachingAllocator.cpp). So a new pool replaces a pool whose last graph was
+    destroyed.
 
     Args:
         device: CUDA device, with its index.
@@ -38,7 +38,7 @@ class CudaRecorder:
         self._graphs = 0  # number of graphs in the pool
 
     def warm_up(self, step: Callable[[], Any]) -> Any:
-        """Run a step on the stream of recording, so that libraries initialize themselves."""
+        """Run a step on the stream that records, so that libraries such as cuBLAS initialize themselves."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
@@ -48,7 +48,8 @@ class CudaRecorder:
             current.wait_stream(self._stream)
 
     def record(self, step: Callable[[], Any]) -> tuple[Any, torch.cuda.CUDAGraph]:
-        """Record a step without computing it; return its output, to which each replay writes, and the graph.
+        """Record a step as a CUDA graph without computing it. Return the output, which replays overwrite, and the
+        graph.
 
         The caller must pass the graph to `destroy`.
         """
@@ -63,7 +64,7 @@ class CudaRecorder:
                 output = step()
         except BaseException:
             graph.reset()
-            # A failed capture leaves the pool unusable, and the device's generator in capture mode.
+            # Repair what a failed capture leaves: an unusable pool, and the device's random generator in capture mode.
             self._pool = torch.cuda.graph_pool_handle()
             generator = torch.cuda.default_generators[self._device.index]
             generator.graphsafe_set_state(generator.clone_state())
@@ -72,7 +73,7 @@ class CudaRecorder:
         return output, graph
 
     def milliseconds(self, graph: torch.cuda.CUDAGraph) -> float:
-        """Replay a graph, and return its time on the device's clock. Waits for the device."""
+        """Replay a CUDA graph, wait for the device, and return the replay's time in ms on the device's clock."""
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
         graph.replay()
@@ -81,9 +82,8 @@ class CudaRecorder:
         return before.elapsed_time(after)
 
     def destroy(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Destroy a graph and free its memory at once, even if objects refer to the graph. The end of an NCCL
-        communicator waits until graphs with its collectives are destroyed.
-        """
+        """Destroy a CUDA graph and free its memory at once, even if objects refer to the graph. An NCCL communicator
+        can only end after the graphs that contain its collectives."""
         graph.reset()
         self._graphs -= 1
         if self._graphs == 0:
@@ -91,11 +91,11 @@ class CudaRecorder:
 
 
 class Uncapturable(Exception):
-    """The reason why a decode step cannot be recorded, as the message of an exception."""
+    """Raised if a decode step cannot be recorded as a CUDA graph; the message is the reason."""
 
 
 class StepArguments:
-    """The keyword arguments of one step.
+    """The keyword arguments of the model in one decode step.
 
     Args:
         arguments: tensors, the cache and plain values, with `input_ids` `[rows, 1]`; a value may be a dictionary of
@@ -125,22 +125,22 @@ class StepArguments:
 
     @cached_property
     def can_be_padded(self) -> bool:
-        """Whether the rows are the known first dimension of every tensor, so that rows can be added."""
+        """Whether rows can be added: the rows must be the known first dimension of every tensor."""
         return all(
             tensor.ndim == _DIMENSIONS.get(name) and len(tensor) in (1, self.rows)
             for name, tensor in zip(self._names, self.tensors, strict=True)
         )
 
     def key(self, width: int) -> tuple[Any, ...]:
-        """Return a key that is equal for all steps that one recording of `width` rows can run."""
+        """Return a key that is equal for all steps that one CUDA graph of `width` rows can run."""
         shapes = (self._shape(tensor, width) for tensor in self.tensors)
         kinds = ((tensor.dtype, tensor.device) for tensor in self.tensors)
         return (*self._constants, *shapes, *kinds)
 
     def buffers(self, width: int) -> list[Tensor]:
-        """Return new contiguous tensors for a recording, `[width, …]` with the data types of the arguments.
+        """Return new contiguous tensors for a CUDA graph, `[width, …]`, with the data types of the arguments.
 
-        Added rows are copies of the first row, which are valid values. A tensor to which no rows can be added keeps its
+        Added rows are copies of the first row, which are valid values. A tensor that cannot have more rows keeps its
         shape.
         """
         buffers = []
@@ -151,7 +151,7 @@ class StepArguments:
         return buffers
 
     def with_tensors(self, tensors: list[Tensor]) -> dict[str, Any]:
-        """Return `given` with other tensors, in the same order."""
+        """Return the step's arguments with `tensors` in the place of its own tensors, in the same order."""
         remaining = iter(tensors)
         return tree_map_only(Tensor, lambda _: next(remaining), self.given)
 
@@ -161,10 +161,10 @@ class StepArguments:
 
 
 class KeptAlive(TorchDispatchMode):
-    """A mode that keeps the tensors that a step reads, but does not make: a graph only has their addresses.
+    """A mode that keeps the tensors that a step reads, but does not make: a CUDA graph only has their addresses.
 
     Attributes:
-        tensors: id of a storage → a tensor in the storage.
+        tensors: address of a storage object → a tensor in the storage.
     """
 
     def __init__(self) -> None:
@@ -190,10 +190,10 @@ def _tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 class CaptureCheck(TorchDispatchMode):
-    """A mode that finds operators that no capture allows: operators that wait for the device or copy from the host.
+    """A mode that finds operators that no CUDA graph can record: they wait for the device or copy from the host.
 
-    A capture with such an operator fails, and a failed capture may damage the state of the device's allocator and
-    generator. The check therefore runs before any capture. `found` describes the first such operator.
+    A failed recording may damage the state of the device's allocator and generator. So the check runs before any
+    recording. `found` describes the first such operator; "" without one.
     """
 
     def __init__(self) -> None:
@@ -204,7 +204,7 @@ class CaptureCheck(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with self:  # in inference mode, composite operators arrive undecomposed
+        with self:  # check the parts of composite operators, which inference mode does not split
             output = func.decompose(*args, **kwargs)
         if output is not NotImplemented:
             return output
@@ -232,7 +232,7 @@ def _obstacle(func: Any, args: Sequence[Any], output: Any) -> str:
     if any(item.device != args[0].device for item in indices):
         return f"{packet} by a tensor on the host copies the tensor to the device"
     if packet is _ops.lift_fresh and (output.ndim or output.device.type != "cpu"):
-        # A single number on the host is passed as an argument; any other tensor has to be copied to the device.
+        # A scalar on the host is passed as a kernel argument; any other tensor must be copied to the device.
         return "a tensor is made of Python numbers"
     tensors = [item for item in (*args, output) if isinstance(item, torch.Tensor)]
     if packet in (_ops._to_copy, _ops.copy_) and len({tensor.device.type for tensor in tensors}) > 1:

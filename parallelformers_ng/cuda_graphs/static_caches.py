@@ -1,4 +1,4 @@
-"""Defines static caches that keep their memory between calls of `generate`, which captured steps need."""
+"""Defines static caches that keep their memory between calls of `generate`, as CUDA graphs require."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
-# Lengths of caches are rounded up to multiples of this number of tokens, so that slightly longer calls fit.
+# Cache lengths are rounded up to a multiple of this number of tokens, so that slightly longer calls fit, too.
 LENGTH_STEP = 128
 
 
 def bucket_of(rows: int) -> int:
-    """The number of rows of a cache's memory: a power of two."""
+    """Round a number of rows up to a power of two."""
     return 1 << (rows - 1).bit_length()
 
 
 class ReusableLayer(StaticLayer):
-    """A static cache layer with memory for a bucket of rows; a call uses the first rows.
+    """A static cache layer with memory for a bucket of rows (a power of two); a call uses the first rows.
 
-    `keys` and `values` are views of the memory of all rows, so that transformers can use the layer as its own static
-    layer. `renew` resets the layer to its state before the first use.
+    `keys` and `values` are views of this memory, so that transformers can use the layer as its own static layer.
+    `renew` resets the layer to its state before the first use.
 
     Attributes:
-        keys, values: those of the call's rows, `[rows, heads, tokens, width]`.
+        keys, values: keys and values of the call's rows, `[rows, heads, tokens, width]`.
         whole: (keys, values) of all rows of the bucket; None before the first use.
         on_move: function that is called after the layer has allocated new memory.
     """
@@ -40,7 +40,7 @@ class ReusableLayer(StaticLayer):
     on_move: Callable[[], None]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate memory, or clear existing memory that is large enough, for the rows of `key_states`."""
+        """Allocate memory for the rows of `key_states`, or clear the existing memory if it is large enough."""
         rows = key_states.shape[0]
         if self.whole is None or not _fits(self.whole[0], key_states) or not _fits(self.whole[1], value_states):
             shape = (bucket_of(rows), -1, -1, -1)
@@ -49,7 +49,7 @@ class ReusableLayer(StaticLayer):
             self.on_move()
         else:
             for memory in self.whole:
-                memory.zero_()  # masked positions must have finite numbers
+                memory.zero_()  # a mask does not hide infinities or NaN of earlier calls
         self.batch_size = rows
         self.narrow(rows)
         self.is_initialized = True
@@ -60,8 +60,7 @@ class ReusableLayer(StaticLayer):
         return self._place(key_states, value_states)
 
     def _place(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Add one token, `[rows, heads, 1, width]`. transformers' own layer makes a new tensor for the position, with
-        two kernels in each layer."""
+        """Add one token, `[rows, heads, 1, width]`, with two kernels less than transformers' static layer."""
         position = self.cumulative_length.view(1)
         self.keys.index_copy_(2, position, key_states)
         self.values.index_copy_(2, position, value_states)
@@ -89,7 +88,7 @@ class ReusableLayer(StaticLayer):
 
 
 class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
-    """A reusable layer that keeps only the last tokens; the layer also counts the tokens in Python."""
+    """A reusable layer that keeps only the tokens of a sliding window, and also counts the tokens in Python."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if key_states.shape[-2] > 1 or not self.is_initialized or not (self.is_full or _tokens_are_placed_alike()):
@@ -97,7 +96,7 @@ class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
         self.cumulative_length_int += 1
         if self.cumulative_length_int <= self.max_cache_len:
             return self._place(key_states, value_states)
-        # transformers makes an index out of Python numbers here, which cannot be captured
+        # transformers would make an index out of Python numbers here, which no CUDA graph can record
         for states, new in ((self.keys, key_states), (self.values, value_states)):
             states.copy_(torch.cat((states[:, :, 1:], new), dim=-2))
         return self.keys, self.values
@@ -114,7 +113,7 @@ class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
 
 @functools.cache
 def _tokens_are_placed_alike() -> bool:
-    """Whether the installed transformers stores and counts a token in the same way as `ReusableLayer._place`."""
+    """Whether the installed transformers stores and counts a new token as `ReusableLayer._place` does."""
     with torch.inference_mode(), torch.device("cpu"):
         states = torch.arange(1.0, 9.0).view(2, 1, 2, 2)
         one = states[:, :, :1]
@@ -134,12 +133,12 @@ def _tokens_are_placed_alike() -> bool:
 
 
 _REUSABLE: dict[type, type[ReusableLayer]] = {StaticLayer: ReusableLayer, StaticSlidingWindowLayer: ReusableWindowLayer}
-EMPTY = "DummyLayer"  # a layer without tensors; some versions of transformers do not have the class
+EMPTY = "DummyLayer"  # class name of a layer without tensors, which some versions of transformers lack
 _PLAIN = dict(zip(_REUSABLE.values(), _REUSABLE, strict=True))
 
 
 def unsupported_layer(cache: Cache) -> str:
-    """Return the class name of a cache or layer that has no reusable form."""
+    """Return the class name of a cache, or of its layer, that has no reusable form; "" if the cache has one."""
     if type(cache) is not StaticCache:
         return type(cache).__name__
     names = (type(layer).__name__ for layer in cache.layers if type(layer) not in _REUSABLE)
@@ -147,10 +146,8 @@ def unsupported_layer(cache: Cache) -> str:
 
 
 def cache_without_windows(config: PreTrainedConfig, length: int) -> StaticCache:
-    """Return a static cache whose layers all have room for `length` tokens, also layers with a sliding window.
-
-    The attention mask hides the tokens outside of the window.
-    """
+    """Return a static cache whose layers all have room for `length` tokens; the attention mask hides old tokens from
+    layers with a sliding window."""
     cache = StaticCache(config, max_cache_len=length)
     cache.layers = [StaticLayer(length) if type(layer) is StaticSlidingWindowLayer else layer for layer in cache.layers]
     return cache
@@ -165,8 +162,8 @@ class ReusableCache:
 
     Attributes:
         layers: layers with keys and values.
-        steps: key of a step → its recording; None after the first step of a kind, or the reason (text) why the step is
-            not recorded. The recordings are destroyed if a layer allocates new memory.
+        steps: key of a step → its `CapturedStep`; None after the first step with this key, or the reason (text) why
+            such steps are not recorded. The CUDA graphs are destroyed if a layer allocates new memory.
     """
 
     def __init__(self, cache: StaticCache, length: int) -> None:
@@ -178,17 +175,17 @@ class ReusableCache:
             layer.__class__ = _REUSABLE[type(layer)]
             layer.whole, layer.on_move = None, self.forget_steps
         self._windows = [layer for layer in self.layers if isinstance(layer, ReusableWindowLayer)]
-        _tokens_are_placed_alike()  # run the check now, not during a step
+        _tokens_are_placed_alike()  # its result is cached: run the check now, not in a recorded step
 
     def forget_steps(self) -> None:
-        """Destroy all recordings. A recording and its cache refer to each other, so both would stay in memory."""
+        """Destroy all CUDA graphs. A graph and its cache refer to each other, so both would stay in memory."""
         for step in self.steps.values():
             if step is not None and not isinstance(step, str):
                 step.destroy()
         self.steps.clear()
 
     def release(self) -> None:
-        """Destroy all recordings and free the memory, even if other objects refer to this cache."""
+        """Destroy all CUDA graphs and free the memory, even if other objects refer to this cache."""
         self.forget_steps()
         for layer in self.layers:
             layer.release()
@@ -226,16 +223,16 @@ class ReusableCache:
 
     @property
     def rows(self) -> int:
-        """Number of rows of the memory, after the first use."""
+        """Number of rows for which the memory has room, after the first use."""
         return self.layers[0].whole[0].shape[0]
 
     @property
     def phase(self) -> tuple[bool, ...]:
-        """For each window layer, whether the window is full: state besides tensors on which a step depends."""
+        """For each window layer, whether its window is full. Steps with another phase need another CUDA graph."""
         return tuple(layer.is_full for layer in self._windows)
 
     def advance(self) -> None:
-        """Count one token in the window layers, after a replay, which runs no Python."""
+        """Add one token to the counts of the window layers after a replay, which runs no Python."""
         for layer in self._windows:
             layer.cumulative_length_int += 1
 
@@ -261,7 +258,7 @@ class ReusableCache:
 
 
 def handed_out(cache: Cache) -> Cache:
-    """Copy a reusable cache, which the next call overwrites, with transformers' own layers. Others stay unchanged."""
+    """Copy a reusable cache to transformers' own layers, since the next call overwrites it; return others unchanged."""
     if not any(isinstance(layer, ReusableLayer) for layer in getattr(cache, "layers", ())):
         return cache
     copied = copy.copy(cache)
@@ -273,7 +270,7 @@ def _copied(tensor: Tensor) -> Tensor:
     try:
         return tensor.clone()
     except torch.OutOfMemoryError:
-        return tensor.to("cpu")  # slow, but only used while a recording is compared
+        return tensor.to("cpu")  # a slow copy, but only for the comparison of a CUDA graph
 
 
 def _plain_copy(layer: Any) -> StaticLayer:

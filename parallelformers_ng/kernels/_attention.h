@@ -19,7 +19,7 @@
 #include "_tile_attention.h"
 #include "_vectors.h"
 
-/* Queries that a block of TOKENS keys or values in the first-level cache is read for; HEADS of them are multiplied at once. */
+/* QUERIES queries use a block of TOKENS keys or values while it is in the first-level cache, HEADS queries at once. */
 enum { QUERIES = 16, HEADS = 4, TOKENS = 32, COLUMNS = 2, SUMS_AT_ONCE = LANES / 2 };
 
 typedef struct {
@@ -27,7 +27,7 @@ typedef struct {
     float *work, scale;
 } AttentionJob;
 
-/* Returns the number of queries that working memory is needed for, a multiple of HEADS. */
+/* Returns the number of queries to reserve working memory for, a multiple of HEADS. */
 INLINE size_t max_queries(const Attention *is)
 {
     const size_t queries = rounded_up(is->rows * shared_by(is), HEADS);

@@ -94,7 +94,7 @@ static PyObject *py_spans(PyObject *Py_UNUSED(module), PyObject *const *args, Py
     return PyBool_FromLong(are_spans(&seen));
 }
 
-/* Dictionaries of modules are in no cache after a step, so these are fetched ahead, first the object and then its keys. */
+/* Prefetches dictionaries of modules, first the object and then its keys: after a step they are in no processor cache. */
 enum { DICTIONARIES_AHEAD = 16 };
 
 INLINE void fetch_dictionaries(PyObject *list, Py_ssize_t i)

@@ -139,7 +139,8 @@ static void integral(const void *job, size_t first, size_t end, size_t thread)
     else in_limbs(is->limbs, is->m, is->products, is->rows, is->in, is->out, is->kind, first, end);
 }
 
-/* Computes the rows of x with NaN or infinity by `widened`, because such rows have no step. `work` has space for a row. */
+/* Computes the rows of x with NaN or infinity by `widened`, because such rows cannot be rounded to integers. `work` has space
+ * for a row. */
 static void without_steps(const float *x, const Integral *is, float *work)
 {
     for (size_t r = 0; r < is->rows; r++, x += is->in)

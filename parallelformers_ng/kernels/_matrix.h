@@ -25,7 +25,7 @@ typedef struct {
     size_t is_wide, is_tiled, bits; /* `bits` of the integers that x is split for; 0 if x is not split */
 } Input;
 
-/* Memory BYTES_AHEAD is prefetched into the second-level cache: the first level can fetch fewer lines at a time. */
+/* Weights BYTES_AHEAD are prefetched into the second-level cache: the first level can fetch fewer lines at a time. */
 enum { ROWS = 4, STEP = LANES, CHUNK = 64, TOGETHER = 8, BYTES_AHEAD = 8192 };
 
 typedef int8_t Bytes __attribute__((vector_size(STEP)));

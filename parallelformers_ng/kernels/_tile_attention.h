@@ -100,7 +100,7 @@ TILED INLINE void tile_scores(const Group *g, const TileWork *at, size_t tokens,
     }
 }
 
-/* Rounds the weights of a query for DEEP tokens to bf16, and stores them with what the rounding has lost in the next tile. */
+/* Rounds the weights of a query for DEEP tokens to bf16, and stores the rounding errors in the next tile. */
 TILED INLINE void store_weights(__m512 first, __m512 second, uint16_t *to)
 {
     const __m512i p = (__m512i)_mm512_cvtne2ps_pbh(second, first);

@@ -27,7 +27,7 @@
 enum {
     SIDE = 16, DEEP = 32, TILE = SIDE * DEEP, ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18,
     AT_A_TIME = 16,        /* tiles of each row of W that are multiplied before the sums are stored */
-    INPUT_BYTES = 1 << 20, /* of x that is multiplied by all of W before the next rows */
+    INPUT_BYTES = 1 << 20, /* bytes of x that are multiplied by all of W before the next rows of x */
 };
 
 /* Returns whether the processor has the tile unit, and the operating system lets this process use it. */
@@ -46,7 +46,7 @@ static int has_tiles(void)
 
 static size_t columns_of(size_t rows) { return rows < SIDE ? rows : SIDE; }
 
-/* Returns the number of numbers of x in tiles. */
+/* Returns how many numbers x has in tiles, padding included. */
 static size_t packed_numbers(size_t rows, size_t in)
 {
     return (rows + SIDE - 1) / SIDE * columns_of(rows) * ((in + DEEP - 1) / DEEP) * DEEP;

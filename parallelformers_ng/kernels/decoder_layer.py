@@ -33,7 +33,7 @@ _LAST = (*_COLUMNS, *(parallel_class(RowParallel, cls) for cls in _COLUMNS))
 
 
 class FusedDecoderLayer(nn.Module):
-    """A decoder layer whose halves run in C if possible; mixed into classes whose forward is Llama's."""
+    """A decoder layer whose two halves run in C if possible; mixed into classes whose forward is Llama's."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or self.training or not is_step(hidden_states) or not may_serve():
@@ -53,7 +53,7 @@ class FusedDecoderLayer(nn.Module):
         return residual + layer.mlp(layer.post_attention_layernorm(residual))
 
     def halves(self) -> tuple[AttentionHalf | None, FeedHalf | None]:
-        """The halves, kept until a parameter is replaced or moved; None for a half that the kernel cannot compute."""
+        """Return the two halves, kept until a parameter is replaced or moved; None for a half that C cannot compute."""
         known: tuple[AttentionHalf | None, FeedHalf | None] | None = self.__dict__.get("_kernel_halves")
         if known is None or not all(half is None or half.guard.holds() for half in known):
             known = self.__dict__["_kernel_halves"] = _attention_half(self), _feed_half(self)
@@ -69,7 +69,7 @@ def _attention_half(layer: Any) -> AttentionHalf | None:
     attention = layer.self_attn
     kind: type = type(attention)
     normed = normed_heads(kind)
-    if normed is None or attention.training:  # in training, attention drops scores
+    if normed is None or attention.training:  # in training, attention has dropout
         return None
     norms = (layer.input_layernorm, *((attention.q_norm, attention.k_norm) if normed else (None, None)))
     linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
@@ -107,8 +107,7 @@ def _feed_half(layer: Any) -> FeedHalf | None:
 
 
 def _are_readable(linears: Sequence[Any], norms: Sequence[Any]) -> bool:
-    """Return whether the kernel can read the layers: known classes, and tensors of one data type on the CPU with dense
-    rows."""
+    """Return whether the kernel can read the layers: known classes, and dense tensors of one data type on the CPU."""
     *columns, last = linears
     if not all(type(linear) in _COLUMNS for linear in columns) or type(last) not in _LAST:
         return False

@@ -1,5 +1,5 @@
-"""Runs a step through all decoder layers of a rank in one C call (`_stack.h`), sums over the ranks included. The model
-must do nothing between its layers."""
+"""Runs a step through all decoder layers of a rank in one C call (`_stack.h`), if the model does nothing between
+them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from parallelformers_ng.kernels.recognition import is_decoder, is_gated_feed_for
 from parallelformers_ng.sharding.cache_names import CACHE
 from parallelformers_ng.sharding.placed import Placed
 
-# Largest number of steps that one call of C computes.
+# Largest number of steps, over different caches, that one call of C computes.
 MAX_STEPS: int = getattr(_decode, "MAX_STEPS", 1)
 
 
 def bytes_ahead(model: nn.Module) -> int:
-    """Return the bytes of weights that a rank of one thread can prefetch in a step while it waits for other ranks;
-    0 if C cannot compute the layers."""
+    """Return the bytes of weights that a rank with one thread can prefetch while it waits for other ranks, in each
+    step; 0 if C cannot compute the layers."""
     dense_layers = 0
     for module in model.modules():
         cls: type = type(module)
@@ -40,14 +40,14 @@ def bytes_ahead(model: nn.Module) -> int:
 
 
 class LayersAsOne(nn.ModuleList):
-    """A list of decoder layers. While `as_one` is true, the slice of all layers contains a single function, `run`.
+    """A list of decoder layers. While `as_one` is true, slicing all layers returns a single function, `run`.
 
     Attributes:
-        as_one: whether layers run as one; true during the forward of a model that does nothing between its layers.
+        as_one: whether the layers run as one; true during the forward of a model with nothing between its layers.
     """
 
     as_one = False
-    # The view, also None, and its guards. A failed check whether layers can run as one is not repeated.
+    # Result of `_new_view`, also if it is (None, …), so that a failed check is not repeated.
     _known: tuple[Any, Sequence[Guard]] | None = None
 
     def __getitem__(self, index: Any) -> Any:
@@ -56,14 +56,14 @@ class LayersAsOne(nn.ModuleList):
         return super().__getitem__(index)
 
     def run(self, hidden: Tensor, **kwargs: Any) -> Tensor:
-        """Return the last layer's output, computed by the modules. Subclasses also compute it by kernels."""
+        """Return the last layer's output. Here the modules compute; subclasses use kernels if possible."""
         for layer in self:
             hidden = layer(hidden, **kwargs)
         return hidden
 
     def view(self) -> Any:
-        """The kernels' view of the layers, kept until a parameter is replaced or moved; None if the kernels cannot
-        compute all layers."""
+        """Return the kernels' data about the layers, kept until a parameter is replaced or moved; None if the kernels
+        cannot compute all layers."""
         if any(layer.training for layer in self):
             return None
         if self._known is None or not all(guard.holds() for guard in self._known[1]):
@@ -71,7 +71,7 @@ class LayersAsOne(nn.ModuleList):
         return self._known[0]
 
     def _new_view(self) -> tuple[Any, Sequence[Guard]]:
-        """Return a view, and the guards that say whether the view is still valid."""
+        """Return the kernels' data about the layers, or None; and guards that say whether the data is still valid."""
         raise NotImplementedError
 
     def forget(self) -> None:
@@ -82,7 +82,7 @@ class DecoderStack(LayersAsOne):
     """Decoder layers that the C kernels compute in one call, if they can.
 
     Attributes:
-        instead: function that `run` calls instead of `run_alone`.
+        instead: function that `run` calls instead of `run_alone`, for example to run several steps together; or None.
     """
 
     instead: Callable[..., Tensor] | None = None
@@ -112,7 +112,7 @@ class DecoderStack(LayersAsOne):
         return 0 if view is None else view.max_rows
 
     def step_in_c(self, hidden: Tensor, **kwargs: Any) -> StepInC | None:
-        """Return one call of C that computes all layers of this rank; None if C cannot compute the layers."""
+        """Return a step of all layers of this rank, ready for C; None if C cannot compute the step."""
         stack: StackInC | None = self.view() if is_step(hidden) and may_serve() else None
         step = None if stack is None else stack.step_for(hidden, **kwargs)
         return None if stack is None or step is None else StepInC(stack, hidden, step, kwargs[CACHE])
@@ -127,17 +127,17 @@ class DecoderStack(LayersAsOne):
 
 @functools.cache
 def with_layers_as_one(cls: Any, device: str = "cpu") -> Any:
-    """Return a subclass of a model's class whose forward runs its `layers`, a `LayersAsOne`, as one layer.
+    """Return a subclass of a model's class that runs its `layers`, a `LayersAsOne`, as a single layer.
 
     The model's forward must do nothing between its layers.
     """
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # If layers are of several types, each type has a mask of its own.
+        # Layers of several types get different masks, so they cannot run as one.
         if not may_serve(device) or len(set(getattr(self.config, "layer_types", None) or ())) > 1:
             return cls.forward(self, *args, **kwargs)
-        own = vars(self.layers)  # not setattr, which notes changes of the model's state
+        own = vars(self.layers)  # not `setattr`, which would record a change of the model's state
         own["as_one"] = True
         try:
             return cls.forward(self, *args, **kwargs)
@@ -148,7 +148,7 @@ def with_layers_as_one(cls: Any, device: str = "cpu") -> Any:
 
 
 class StackInC:
-    """The kernel's arguments for decoder layers; the kernel computes both halves of every layer."""
+    """The arguments of the C kernel that computes several decoder layers, both halves of each."""
 
     def __init__(self, layers: Iterable[nn.Module], halves: list[tuple[AttentionHalf, FeedHalf]]) -> None:
         self._attentions = [attention for attention, _ in halves]
@@ -164,7 +164,7 @@ class StackInC:
 
     @classmethod
     def of(cls, layers: list[nn.Module]) -> StackInC | None:
-        """Return the arguments; None if one call cannot run all layers."""
+        """Return the kernel's arguments for decoder layers; None if one call of C cannot run all layers."""
         halves = [layer.halves() if isinstance(layer, FusedDecoderLayer) else (None, None) for layer in layers]
         known = [(attention, feed) for attention, feed in halves if attention is not None and feed is not None]
         if not known or len(known) < len(halves):
@@ -181,11 +181,11 @@ class StackInC:
         return None if stack is None or stack.guard.patched else stack
 
     def step_for(self, hidden: Tensor, **kwargs: Any) -> Step | None:
-        """Return the step for the layers' arguments; None if the kernel cannot compute the step."""
+        """Return the step for the arguments of the layers' forward; None if the kernel cannot compute the step."""
         step = None if self.guard.has_hooks() else self._first.step_for(hidden, **kwargs)
         cache: Any = kwargs.get(CACHE)
         if step is None or joint_room(cache, self._cached(cache)) is not None:
-            return step  # the first layer stands for all
+            return step  # layers that share one cache tensor have equal shapes
         if not all(attention.may_extend(cache, step) for attention in self._attentions):
             return None
         return step if len({attention.tokens_in(cache) for attention in self._attentions}) == 1 else None
@@ -194,7 +194,7 @@ class StackInC:
         return [cache.layers[place] for place in self._places] if max(self._places) < len(cache.layers) else []
 
     def _lengthened(self, cache: DynamicCache, step: Step) -> bytes:
-        """Make room for new tokens in the cache; return a struct `Cached` of `_queries.h` for each layer."""
+        """Make room for the step's tokens in the cache; return a struct `Cached` of `_queries.h` for each layer."""
         if self._shares_room:
             layers = self._cached(cache)
             has_tokens = layers[0].is_initialized and layers[0].keys.numel()
@@ -206,7 +206,7 @@ class StackInC:
 
     def run(self, *steps: StepInC) -> list[Tensor]:
         """Append new keys and values to the caches, and return the last layer's output for each step, `[batch, tokens,
-        hidden]`. The steps fit beside each other, and read the weights once."""
+        hidden]`. The steps must pass `fits_beside`; the weights are read once for all steps."""
         is_alone = len(steps) == 1
         out = steps[0].hidden.clone() if is_alone else torch.cat([each.hidden.flatten(0, 1) for each in steps])
         of_steps = [(self._lengthened(each.cache, each.step), *each.step.arguments) for each in steps]
@@ -246,7 +246,7 @@ def _is_partial(half: AttentionHalf | FeedHalf) -> bool:
 
 
 def _packed(attention: AttentionHalf, feed: FeedHalf) -> bytes:
-    # A struct `Layer` of `_stack.h`.
+    # Returns the bytes of a struct `Layer` of `_stack.h`.
     numbers = (*attention.static, *feed.static, _is_partial(attention), _is_partial(feed))
     floats = (*attention.epsilons, attention.scaling, *feed.epsilons)
     return struct.pack(f"={len(numbers)}Q{len(floats)}f4x", *numbers, *floats)

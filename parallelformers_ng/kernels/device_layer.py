@@ -1,6 +1,4 @@
-"""Llama's decoder layer for one new token of each sequence on a CUDA device, in ten kernels: those of `kernels/triton`
-and the products of the layer's own modules.
-"""
+"""Llama's decoder layer for one new token of each sequence on a CUDA device, in ten kernels: Triton's and torch's."""
 
 # 1. Residual + norm.
 # 2. q, k, v: quantized weights in one kernel, others as `side_by_side.py` computes them.
@@ -13,10 +11,11 @@ and the products of the layer's own modules.
 # 9. The down projection.
 #
 # Products of quantized weights with few outputs are partial results. The kernel of the next line adds them, see
-# `triton/partial_results.py`. Before a sum over several ranks an eleventh and a twelfth kernel do, after lines 5 and 9.
+# `triton/partial_results.py`. With several ranks, two more kernels add them, after lines 5 and 9, before the sum
+# over the ranks.
 #
-# The modules stay what they are. They serve prompts and all that the kernels do not, and the kernels are compared with
-# them: see `step_kernels.py`. Figures: benchmarks/results/gpu.md.
+# The modules stay in the model. They compute prompts, and all else that the kernels cannot compute, and the kernels are
+# compared with them: see `step_kernels.py`. Figures: benchmarks/results/gpu.md.
 
 from __future__ import annotations
 
@@ -43,9 +42,9 @@ from parallelformers_ng.sharding.encoding import SCALE
 from parallelformers_ng.sharding.linear import RowParallel
 from parallelformers_ng.sharding.quantized import QuantizedLinear
 
-# Widest hidden states of the norm kernel.
+# Largest hidden size that the norm kernel supports.
 MAX_COLUMNS = 1 << 14
-# Rows of the weight-only products. With more, a weight is dequantized once for all of them.
+# Largest number of rows that kernels multiply by quantized weights. With more rows, the weight is dequantized once.
 _MAX_ROWS = 32
 _GROUP = 32
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -73,9 +72,9 @@ class DeviceStep(NamedTuple):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> DeviceStep | None:
-        """Return the step for a layer's arguments; None if the kernels cannot compute it."""
+        """Return the step for the arguments of a decoder layer; None if the kernels cannot compute the step."""
         cache = others.pop(CACHE, None)
-        others.pop("is_causal", None)  # a single new token sees all earlier tokens in any case
+        others.pop("is_causal", None)  # a single new token sees all earlier tokens, causal or not
         if attention_mask is None or position_embeddings is None:
             return None
         rows = hidden.shape[0]
@@ -98,10 +97,10 @@ class DeviceStep(NamedTuple):
 
 
 class DeviceLayer:
-    """The kernels' view of one decoder layer of Llama's kind, for one new token of each sequence.
+    """A decoder layer of Llama's kind, as the Triton kernels compute it, for one new token of each sequence.
 
     Args:
-        layer: a layer that `of` has checked.
+        layer: decoder layer that `of` has checked.
         operators: the operators of `kernels/triton`, as attributes.
     """
 
@@ -117,7 +116,7 @@ class DeviceLayer:
 
     @classmethod
     def of(cls, layer: Any, operators: Any) -> DeviceLayer | None:
-        """Return the view of a layer; None if the kernels cannot compute it."""
+        """Return an object that computes a decoder layer; None if the kernels cannot compute the layer."""
         kind: Any = type(layer)
         if not is_decoder_layer(kind):
             return None
@@ -174,7 +173,7 @@ class DeviceLayer:
                 `[splits, rows, hidden]`. None if `residual` is the layer's whole input.
 
         Returns:
-            The residual and added for the next layer; `output` returns the sum of the two.
+            The arguments `residual` and `added` of the next layer, or of `output`, which adds the two.
         """
         residual, normed = self._normed(self._norms[0], residual, added)
         residual, normed = self._normed(self._norms[1], residual, self._attended(normed, step))
@@ -203,8 +202,8 @@ class DeviceLayer:
         return self._products([attention.o_proj], attended.unsqueeze(1))[0]
 
     def _products(self, layers: Sequence[Any], states: Tensor) -> Sequence[Tensor]:
-        """Return the outputs of linear layers that read the same states: of one layer, which may be row-parallel and is
-        then summed over the ranks, or of column-parallel layers. Each is partial results, `[splits, rows, outputs]`."""
+        """Return the outputs of linear layers that all read `states`, each as partial results, `[splits, rows,
+        outputs]`. A row-parallel layer must be alone, and its outputs are summed over the ranks."""
         operator = self._operator(layers, states)
         if operator is None:
             return [layer(states).flatten(0, -2).unsqueeze(0) for layer in layers]
@@ -217,7 +216,7 @@ class DeviceLayer:
         return output.split([len(weight) for weight in weights], dim=-1)
 
     def _operator(self, layers: Sequence[Any], states: Tensor) -> Any:
-        """Return the operator that multiplies by the quantized weights of all layers; None if no kernel reads them."""
+        """Return the operator that multiplies by the quantized weights of all layers; None without such a kernel."""
         if states.shape[0] > _MAX_ROWS or not all(_is_read(layer, states.dtype) for layer in layers):
             return None
         kinds = {(layer.encodings["weight"][0].kind, layer._parameters["bias"] is None) for layer in layers}
@@ -228,7 +227,7 @@ class DeviceLayer:
 
 
 def _is_read(layer: Any, dtype: torch.dtype) -> bool:
-    """Return whether the kernels read a layer's weight as it lies, and nothing else happens in the layer."""
+    """Return whether the kernels can read a layer's stored weight, and the layer does nothing but multiply."""
     if not isinstance(layer, QuantizedLinear) or dtype not in (torch.bfloat16, torch.float16):
         return False
     if not _is_plain(type(layer)) or "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
@@ -244,7 +243,7 @@ def _is_read(layer: Any, dtype: torch.dtype) -> bool:
 
 
 def _is_plain(cls: type) -> bool:
-    """Whether a class is a quantized linear layer, or such a layer whose outputs are summed over the ranks."""
+    """Whether a class is a quantized linear layer, or its row-parallel version."""
     if cls.__bases__[0] is RowParallel:
         cls = cls.__bases__[1]
     return cls is QuantizedLinear or QuantizedLinear in cls.__bases__

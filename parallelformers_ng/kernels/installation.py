@@ -31,7 +31,7 @@ from parallelformers_ng.sharding.quantized import QuantizedLinear, hold
 
 
 def install(model: nn.Module, left: Collection[str] = ()) -> None:
-    """Change the classes of modules that the kernels can compute, if the kernels were built. The kernels use as many
+    """Change the classes of modules that the C kernels can compute, if the kernels were built. The kernels use as many
     threads as torch.
 
     With several threads, torch computes the linear layers of models that `is_decoder` does not recognise, because
@@ -40,7 +40,7 @@ def install(model: nn.Module, left: Collection[str] = ()) -> None:
 
     Args:
         model: model of a rank; its tensors may still be missing.
-        left: paths of modules that keep their class, because their parameters must be read as attributes.
+        left: paths of modules that keep their class, because other code reads their parameters as attributes.
     """
     if _decode is not None:
         _decode.use_threads(torch.get_num_threads())
@@ -48,26 +48,26 @@ def install(model: nn.Module, left: Collection[str] = ()) -> None:
 
 
 def compare_before_forks() -> None:
-    """Compare the kernels with transformers once, for all ranks that this process will fork.
+    """Compare the C kernels with transformers once, for all ranks that this process will fork.
 
     The comparison starts no thread, because a forked process would not have that thread. It does not initialize CUDA,
     because a forked process could not use devices then.
     """
     if _decode is not None:
-        threads, asked = torch.get_num_threads(), torch.cuda.is_current_stream_capturing
+        threads, is_capturing = torch.get_num_threads(), torch.cuda.is_current_stream_capturing
         torch.set_num_threads(1)
-        # transformers' functions for masks ask whether a stream is captured. The question initializes the CUDA driver
-        # (`cuInit`), also of a model on the CPU.
+        # transformers' mask functions ask whether a CUDA graph is being recorded. That initializes the CUDA driver
+        # (`cuInit`), even for a model on the CPU.
         torch.cuda.is_current_stream_capturing = lambda: False
         try:
             layers_agree()
         finally:
-            torch.cuda.is_current_stream_capturing = asked
+            torch.cuda.is_current_stream_capturing = is_capturing
             torch.set_num_threads(threads)
 
 
 def forget(model: nn.Module) -> None:
-    """Make the kernels read a model's modules again, after attributes of the modules were set."""
+    """Make the kernels read a model's modules again, because attributes of the modules have changed."""
     Step.forget()
     for module in model.modules():
         if isinstance(module, (FusedDecoderLayer, LayersAsOne)):
@@ -75,14 +75,15 @@ def forget(model: nn.Module) -> None:
 
 
 def _change(model: nn.Module, left: Collection[str] = (), checked: bool = False) -> None:
-    # `checked`: change decoder layers without comparing the kernels with transformers.
+    # If `checked`, decoder layers change without a comparison of the kernels with transformers.
     classes: set[type] = {type(module) for module in model.modules()}
     one_by_one = torch.get_num_threads() == 1 or any(is_decoder(cls) for cls in classes)
     for path, module in model.named_modules():
         cls: type = type(module)
         if path in left:
             continue
-        if cls is nn.Linear and one_by_one and "weight" in module._parameters:  # not computed by a hook of torch
+        # A linear layer without the parameter `weight` computes it in a hook of torch, for example weight_norm.
+        if cls is nn.Linear and one_by_one and "weight" in module._parameters:
             module.__class__ = StreamingLinear
         elif cls is QuantizedLinear:
             module.__class__ = StreamingQuantizedLinear
@@ -97,7 +98,7 @@ def _change(model: nn.Module, left: Collection[str] = (), checked: bool = False)
 
 @functools.cache
 def layers_agree() -> bool:
-    """Compare the kernels with the installed transformers on small random models; log a warning if they differ.
+    """Compare the C kernels with the installed transformers on small random models; log a warning if they differ.
 
     The comparison takes a tenth of a second; `compare_before_forks` makes it once for all ranks.
     """
@@ -106,13 +107,11 @@ def layers_agree() -> bool:
 
 
 def _outputs(family: str, quantized: bool) -> tuple[Tensor, Tensor]:
-    """Return the outputs of the kernels and of transformers for one step of a small, random fp32 model of a family.
-
-    If `quantized`, both compute with int8 and int4 weights.
-    """
+    """Return the kernels' and transformers' outputs for one step of a small random fp32 model of a family. If
+    `quantized`, both compute with int8 and int4 weights."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed CUDA in every fork
-        width = 16 if quantized else 4  # int4 weights have a scale for each group of 32
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` would also seed CUDA in each forked process
+        width = 16 if quantized else 4  # int4 weights need inputs in groups of 32
         sizes = {"hidden_size": 2 * width, "intermediate_size": 4 * width, "head_dim": width}
         counts = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "vocab_size": 8}
         config = modelling(family, "Config")(**sizes, **counts, pad_token_id=0)
@@ -120,7 +119,7 @@ def _outputs(family: str, quantized: bool) -> tuple[Tensor, Tensor]:
         model = modelling(family, "Model")(config).float().eval()
         for parameter in model.parameters():
             parameter.normal_()
-        embedded, cached = torch.randn(2, 1, 2 * width), torch.randn(2, 2, 2, 1, 3, width)  # layers' keys and values
+        embedded, cached = torch.randn(2, 1, 2 * width), torch.randn(2, 2, 2, 1, 3, width)  # keys, values of 2 layers
     if quantized:
         for number, linear in enumerate([module for module in model.modules() if type(module) is nn.Linear]):
             encoding = Encoding("int4", -1, 32) if number % 2 else Encoding("int8", -1, linear.in_features)

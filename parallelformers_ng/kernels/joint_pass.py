@@ -43,15 +43,15 @@ class JointPass:
     def __init__(self, model: Any, stack: DecoderStack) -> None:
         self.max_tokens = stack.max_rows
         self._model, self._stack = model, stack
-        self._waiting: list[StepInC] = []  # first steps, until their layers run
-        self._last: list[list[int]] = []  # `PromptStep.last` of these steps
-        self._rows = 0  # rows of the joint step, until its head has run
+        self._waiting: list[StepInC] = []  # steps of prompts whose layers have not run yet
+        self._last: list[list[int]] = []  # for each step of prompts, the indices of the last tokens (`PromptStep.last`)
+        self._rows = 0  # number of rows of the decode step that runs together with prompts
         self._logits = torch.empty(0)
 
     @classmethod
     def of(cls, model: nn.Module) -> JointPass | None:
-        """Return a pass; None if other ranks have layers, if the model has no stack of layers, or if hooks or foreign
-        code would see the tokens of several steps together."""
+        """Return a pass for a model. Return None if other ranks have some of the layers, if the model has no
+        `DecoderStack`, or if hooks or foreign code would see the tokens of several steps together."""
         stacks, modules = list[DecoderStack](), [model]
         while modules:
             module = modules.pop()
@@ -65,12 +65,13 @@ class JointPass:
         return cls(model, stacks[0]) if is_whole else None
 
     def run(self, steps: Sequence[PromptStep], beside: Callable[[], object] | None) -> list[Tensor]:
-        """Run as many of the first steps as one call of C can compute, and `beside`, whose step runs with them.
+        """Run as many of the first `steps` as one call of C can compute, together with the decode step that `beside`
+        runs.
 
-        If the model does not run its layers as one, the first of `steps` runs alone, and `beside` does not run.
+        If C cannot compute the layers, the first of `steps` runs alone, and `beside` is not called.
 
         Returns:
-            For each step that ran, the logits of its prompts' last tokens, `[prompts, vocabulary]`.
+            For each of the steps that ran, the logits of its prompts' last tokens, `[prompts, vocabulary]`.
         """
         ran_alone = list[Tensor]()
         try:
@@ -78,7 +79,7 @@ class JointPass:
             for step in steps:
                 try:
                     ran_alone.append(step.run())
-                    break  # the step is complete: the model did not call `_wait`
+                    break  # no exception: the model has run the step without `_wait`
                 except _LayersWait:
                     if len(self._waiting) == len(self._last):
                         break
@@ -101,7 +102,7 @@ class JointPass:
         raise _LayersWait
 
     def _join(self, hidden: Tensor, **kwargs: Any) -> Tensor:
-        """Run the layers for all steps. The last tokens of the prompts go to the head as further rows."""
+        """Run the layers for all steps. The prompts' last tokens become further rows of the output, for the head."""
         step = self._stack.step_in_c(hidden, **kwargs)
         if step is None or hidden.shape[1] > 1 or not self._waiting or not step.fits_beside(self._waiting):
             return self._stack.run_alone(hidden, **kwargs)
@@ -114,11 +115,11 @@ class JointPass:
         if last_tokens := self._last_tokens(outputs):
             hidden = torch.cat(last_tokens)
             self._stack.instead = lambda *_, **__: hidden
-            ids = torch.zeros((len(hidden), 1), dtype=torch.long)  # any tokens: the layers' output is known
+            ids = torch.zeros((len(hidden), 1), dtype=torch.long)  # dummy ids: the layers have run, only the head runs
             self._logits = self._model(input_ids=ids, use_cache=False, return_dict=True).logits[:, -1]
 
     def _last_tokens(self, outputs: list[Tensor]) -> list[Tensor]:
-        # For each step, `[prompts, 1, hidden]`.
+        # Hidden states of the prompts' last tokens, `[prompts, 1, hidden]` for each step.
         return [output[range(len(last)), last, None] for output, last in zip(outputs, self._last, strict=True) if last]
 
     def _separate(self, _model: nn.Module, _inputs: Any, output: Any) -> Any:
@@ -130,10 +131,10 @@ class JointPass:
 
 
 def _runs_foreign_code(module: nn.Module) -> bool:
-    # Such a forward may depend on the ids, positions or number of tokens. Patches of libraries count in `may_serve`.
+    # Such a forward could notice that several steps run together. `may_serve` covers patches of libraries.
     cls = type(module)
     return "forward" in vars(module) or (not is_known(cls) and bool(foreign_class(cls)))
 
 
 class _LayersWait(Exception):
-    """The layers of a step run later."""
+    """Raised to stop a step before its layers, which run later together with those of other steps."""

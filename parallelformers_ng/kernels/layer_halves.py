@@ -1,7 +1,7 @@
 """Calls the C functions of `_layer.h`. Each function computes one half of a decoder layer for new tokens.
 
-The halves are `x + attention(norm(x))` and `x + feed_forward(norm(x))`. For each half, the rank calls one C function,
-and sums over the ranks.
+The halves are `x + attention(norm(x))` and `x + feed_forward(norm(x))`. After the C function of a half, the rank sums
+the half's outputs over the ranks.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ class Half:
     """The kernel's arguments for one half of a decoder layer.
 
     Args:
-        above: modules that the kernel replaces, with their children, apart from `linears` and `norms`.
+        above: modules that the kernel replaces together with their children, besides `linears` and `norms`.
         linears: linear layers in the kernel's order; the outputs of the last layer are summed over the ranks.
         norms: norms in the kernel's order; None for a norm that the layer does not have.
 
     Attributes:
-        communicator: sums the outputs; None if the last linear layer is not row-parallel.
+        communicator: sums the outputs over the ranks; None if the last linear layer is not row-parallel.
         kind: number of `dtype` in `KINDS`.
         static: addresses and sizes that are equal for all steps, in the order of the kernel's arguments.
         epsilons: ε of each norm; 0 for a missing norm.
-        max_rows: largest number of rows that the kernel multiplies.
+        max_rows: largest number of rows (tokens of all sequences) that the kernel multiplies.
     """
 
     def __init__(
@@ -85,7 +85,8 @@ class Half:
         self.epsilons = tuple(0.0 if norm is None else norm.variance_epsilon for norm in norms)
 
     def may_stand_for_modules(self, hidden: Tensor) -> bool:
-        """Return whether the kernel can compute an input, `[batch, tokens, hidden]`, and no hook must run."""
+        """Return whether the kernel can compute an input, `[batch, tokens, hidden]`, and no module has a hook to
+        run."""
         batch, tokens, width = hidden.shape
         fits = hidden.dtype is self.dtype and width == self.hidden and batch * tokens <= self.max_rows
         return fits and not self.guard.has_hooks()
@@ -124,7 +125,7 @@ class AttentionHalf(Half):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> Step | None:
-        """Return the step for `run`, made from a layer's arguments; None if the kernel cannot compute the step."""
+        """Return the step for the arguments of a layer's forward; None if the kernel cannot compute the step."""
         cache, is_causal = others.pop(CACHE, None), others.pop("is_causal", None)
         batch, queries, _ = hidden.shape
         if (
@@ -133,7 +134,7 @@ class AttentionHalf(Half):
             or cache.offloading
             or position_embeddings is None
             or not are_harmless(others)
-            # A single new token sees all earlier tokens in any case.
+            # A single new token sees all earlier tokens, causal or not; several must be causal.
             or (queries > 1 and (self.is_causal if is_causal is None else is_causal) is not True)
         ):
             return None
@@ -171,7 +172,7 @@ class AttentionHalf(Half):
         return torch.empty(1, dtype=self.dtype).expand(step.sequences, self.kv_heads, step.queries, self.width)
 
     def lengthen(self, cache: DynamicCache, step: Step) -> tuple[int, ...]:
-        """Make room for new tokens in the cache, and return `addresses_of` the keys and values."""
+        """Make room for the step's tokens in the cache, and return `addresses_of` the keys and values."""
         layer: Any = cache.layers[self.layer_idx]
         like = None
         if not layer.is_initialized:
@@ -194,20 +195,21 @@ class Step:
 
     Attributes:
         sequences, queries: number of sequences, and number of new tokens of each sequence.
-        tokens: number of tokens of each sequence, new tokens included; None if any number fits.
+        tokens: number of tokens that each sequence must have, new tokens included; None if any number is allowed.
         fits: whether the kernel can compute attention in this step; if not, `arguments` is missing.
         arguments: addresses, strides and counts, in the order of the kernel's arguments.
     """
 
     _spans: Tensor | None = None
-    # A list, because a thread that reads a class attribute could get an old value that another thread has just freed.
+    # At most one step. A list, because a thread that reads a class attribute can get a step that another thread just
+    # freed.
     _latest: ClassVar[list[Step]] = []
 
     @classmethod
     def of(
         cls, half: AttentionHalf, shape: tuple[int, int], positions: tuple[Tensor, Tensor], mask: Tensor | None
     ) -> Step:
-        """Return the latest step if the arguments are the same objects, as in all layers, and otherwise a new step."""
+        """Return the step of the previous layer if the arguments are the same objects; otherwise make a new step."""
         shared, sizes = (half.config, positions, mask), (shape, half.dtype, half.width, half.heads)
         for latest in cls._latest:
             if sizes == latest._sizes and all(map(operator.is_, shared, latest._shared)):
@@ -226,19 +228,19 @@ class Step:
         shared: tuple[Any, tuple[Tensor, Tensor], Tensor | None],
         sizes: tuple[tuple[int, int], torch.dtype, int, int],
     ) -> None:
-        # While these references exist, no new object can have the same id.
+        # Keep these objects alive, because `of` compares objects by identity.
         self._shared, self._sizes = shared, sizes
         config, rotations, mask = shared
         (self.sequences, self.queries), dtype, width, heads = sizes
-        # Without a mask, several new tokens see no cached tokens: transformers passes a mask if the cache has tokens.
+        # transformers passes a mask to several new tokens if the cache has tokens. So without a mask, the cache is
+        # empty.
         self.tokens = mask.shape[-1] if mask is not None else None if self.queries == 1 else self.queries
         self.fits = (
             config._attn_implementation == "sdpa"
             and is_usual()
             and all(is_rotation(rotation, (self.sequences, self.queries, width), dtype) for rotation in rotations)
         )
-        # A causal mask, with or without padding on the left, becomes spans: hidden tokens then take no time and change
-        # no sum.
+        # Convert a causal mask, with or without padding on the left, to spans, so that hidden tokens take no time.
         is_alone = self.queries == 1
         if self.fits and not (mask is None and is_alone):
             self._spans = spans_of(mask, self.sequences, self.queries)
@@ -256,13 +258,13 @@ class Step:
 
 
 def is_rotation(angles: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Return whether a tensor has cosines or sines for new tokens of the shape `[sequences, tokens, width]`."""
+    """Return whether a tensor has the cosines or sines for new tokens of the shape `[sequences, tokens, width]`."""
     one_of_each = angles.ndim == 3 and angles.shape[0] in (1, shape[0]) and angles.shape[1:] == shape[1:]
     return one_of_each and angles.dtype is dtype and angles.stride(2) == 1
 
 
 class FeedHalf(Half):
-    """The feed-forward half of a layer: residual, norm and gated feed-forward; linears are gate, up and down."""
+    """The feed-forward half of a layer: residual, norm and gated feed-forward. `linears` are gate, up and down."""
 
     def __init__(self, mlp: Any, linears: Sequence[nn.Linear], norms: Sequence[FusedRMSNorm]) -> None:
         super().__init__((mlp, mlp.act_fn), linears, norms)

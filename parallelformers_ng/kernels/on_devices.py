@@ -29,12 +29,12 @@ from parallelformers_ng.kernels.sdpa import with_single_queries
 from parallelformers_ng.sharding.encoding import SCALE
 from parallelformers_ng.sharding.quantized import QuantizedLinear
 
-# Data types that can hold unscaled products of 8-bit numbers. The largest number of float16, 65504, is too small.
+# Data types that can hold sums of unscaled 8-bit weights times inputs. The range of float16 (65504) is too small.
 _WIDE = (torch.float32, torch.bfloat16)
 
 
 class _DeviceNorm(nn.Module):
-    """A norm that one function of torch computes in one kernel; mixed into the norm's class."""
+    """A norm that the function `fused` of torch computes in one kernel; mixed into the norm's class."""
 
     variance_epsilon: float
     fused: Callable[..., Tensor]
@@ -58,9 +58,9 @@ _NORMS: dict[str, type[_DeviceNorm]] = {"rms_norm": DeviceRMSNorm, "layer_norm":
 
 
 class DeviceQuantizedLinear(QuantizedLinear):
-    """A linear layer with 8-bit weights: y = (x Qᵀ) ⊙ s + b, with one scale in s for each output.
+    """A linear layer with 8-bit weights Q that scales outputs, not weights: y = (x Qᵀ) ⊙ s + b.
 
-    If Q has other scales or x is not float32 or bfloat16, the layer computes like `QuantizedLinear`.
+    If s does not have one scale for each output, or x is not float32 or bfloat16, `QuantizedLinear` computes.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -92,11 +92,11 @@ def _serves(input: Tensor) -> bool:
 
 
 def install(model: nn.Module, left: Collection[str] = ()) -> None:
-    """Change the classes of modules that need fewer kernels here than in the modelling code, after a small test.
+    """Change the classes of modules that need fewer kernels here than in the modelling code, after a comparison.
 
     Args:
         model: model of a rank on a device; its tensors may still be missing.
-        left: paths of modules that keep their class, because their parameters must be read as attributes.
+        left: paths of modules that keep their class, because other code reads their parameters as attributes.
     """
     for path, module in model.named_modules():
         cls: Any = type(module)
@@ -113,16 +113,16 @@ def install(model: nn.Module, left: Collection[str] = ()) -> None:
 
 
 def install_attention() -> None:
-    """Make transformers' "sdpa" attention read keys and values in the cache, for all models of this process, after a
-    small test. Idempotent."""
+    """Make transformers' "sdpa" attention read keys and values in the cache without copies, for all models of this
+    process. A comparison comes first; a second call does nothing."""
     usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if not hasattr(usual, "__wrapped__") and _attention_agrees(usual):
         ALL_ATTENTION_FUNCTIONS.register("sdpa", with_packed_queries(usual))
 
 
 def with_packed_queries(attention: Any) -> Any:
-    """Make a function of transformers' attention interface copy no keys and values for one query: all query heads of a
-    key/value head become queries of that head. All heads must share one mask."""
+    """Wrap an attention function of transformers so that it copies no keys and values for a single query. All query
+    heads of a key/value head become queries of that head; all heads must share one mask."""
     return with_single_queries(attention, _packs, _attend)
 
 

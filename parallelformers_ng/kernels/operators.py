@@ -24,23 +24,24 @@ from parallelformers_ng.sharding.quantized import QuantizedLinear
 
 try:
     from parallelformers_ng.kernels import _decode
-except ImportError as error:  # installed without a compiler, or a clone hides the installed package
+except ImportError as error:  # the C kernels were not built, for example without a compiler
     _decode = None  # type: ignore[assignment]
     logging.getLogger("parallelformers_ng").debug("torch computes decode steps without C kernels: %s", error)
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _HAS_TILES, _HAS_PAIRS = (getattr(_decode, name, False) for name in ("HAS_TILES", "HAS_PAIRS"))
-# True if the processor multiplies bfloat16 but the kernel was built without that: torch is then twice as fast.
+# Whether the processor multiplies bfloat16 but the kernel was built without these instructions. torch is then twice as
+# fast.
 _ONE_BY_ONE = torch.cpu._is_avx512_bf16_supported() and not (_HAS_TILES or _HAS_PAIRS)
-# Largest number of rows that the kernel multiplies. With more rows, torch is as fast or faster. If the processor
-# multiplies bfloat16, the kernel is as fast as torch, and the limit bounds its memory.
+# Largest number of rows that the kernel multiplies; torch multiplies more rows as fast or faster. If the processor
+# multiplies bfloat16, the kernel is as fast as torch, and the limit only bounds its memory.
 MAX_ROWS = {
     torch.float32: 64 if torch.cpu._is_avx512_supported() else 16,
     torch.bfloat16: 4 if _ONE_BY_ONE else 1024 if _HAS_TILES else 2048 if _HAS_PAIRS else 32,
 }
 # Largest number of rows for quantized weights. With more rows, the weight is dequantized once for all rows.
 MAX_ROWS_OF_INTEGERS = {torch.float32: 16, torch.bfloat16: 32}
-# In C because the dictionaries of all modules of a model are in no cache after a step; C fetches them ahead.
+# C is faster here because it prefetches the modules' dictionaries, which are in no processor cache after a step.
 _still_contain: Callable[..., bool] = getattr(
     _decode, "still_contain", lambda *lists: all(map(operator.is_, map(dict.get, *lists[:2]), lists[2]))
 )
@@ -52,12 +53,12 @@ _NO_MASK, _BOOL_MASK, _ADDED_MASK = range(3)
 class StreamingLinear(nn.Linear):
     """`nn.Linear` that multiplies up to `MAX_ROWS` rows in C. The weight may be a slice of a wider matrix.
 
-    torch multiplies more rows, tensors on another device or of another data type than `KINDS`, and all rows if
+    torch multiplies more rows, tensors on other devices or of other data types than `KINDS`, and all rows if
     `may_serve()` is False.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        # Called for every matrix and token: reading the dictionary is faster than nn.Module.__getattr__.
+        # This runs for every matrix and token, and the dictionary is faster than nn.Module.__getattr__.
         weight = self._parameters["weight"]
         input = _dense(input)
         if (
@@ -72,10 +73,10 @@ class StreamingLinear(nn.Linear):
 
 
 class StreamingQuantizedLinear(QuantizedLinear):
-    """A quantized linear layer that multiplies up to `MAX_ROWS_OF_INTEGERS` rows in C. The weight is not dequantized
-    in memory.
+    """A quantized linear layer that multiplies up to `MAX_ROWS_OF_INTEGERS` rows in C, without a dequantized copy of
+    the weight.
 
-    In all cases that the kernel cannot compute, `QuantizedLinear` dequantizes the weight and torch multiplies.
+    In all other cases, `QuantizedLinear` dequantizes the weight and torch multiplies.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -103,7 +104,7 @@ class StreamingQuantizedLinear(QuantizedLinear):
 
 
 def _dense(input: Tensor) -> Tensor:
-    # For a strided input, such as the last states of many prompts, torch would copy the weight once for each prompt.
+    # For a strided input, such as the last hidden states of many prompts, torch would copy the weight for each prompt.
     return input if input.is_contiguous() else input.contiguous()
 
 
@@ -129,14 +130,14 @@ def matrix_arguments(linear: nn.Module) -> tuple[int, int, int, int, int]:
 
 
 def matrix_of(linear: nn.Module) -> Tensor:
-    """The weight as it is stored, not dequantized."""
+    """Return the stored weight, not dequantized."""
     weight = linear._parameters["weight"]
     assert weight is not None
     return weight
 
 
 def shape_of(linear: nn.Module) -> tuple[int, ...]:
-    """The shape `[out, in]` of the weight, after dequantization."""
+    """Return the shape `[out, in]` of the dequantized weight."""
     shape = tuple(matrix_of(linear).shape)
     return linear.encodings["weight"][0].shape(shape) if isinstance(linear, QuantizedLinear) else shape
 
@@ -172,14 +173,15 @@ class FusedRMSNorm(nn.Module):
 
 
 def serve_stock_code(is_stock: bool) -> None:
-    """Set, for this process, whether models run only code of torch and transformers; otherwise no kernel replaces a
+    """Set, for this process, whether models run only code of torch and transformers. If not, no kernel replaces a
     module."""
     global _code_is_stock
     _code_is_stock = is_stock
 
 
 def may_serve(device: str = "cpu") -> bool:
-    """Return whether kernels may replace modules on a type of device."""
+    """Return whether kernels may replace modules: in inference mode, without autocast, `torch.compile` or foreign
+    code."""
     return (
         _code_is_stock
         and not torch.compiler.is_compiling()
@@ -193,7 +195,7 @@ def _fits(input: Tensor, weight: Tensor) -> bool:
 
 
 def is_usual() -> bool:
-    """Return whether "sdpa" is transformers' own function, with or without the kernel."""
+    """Return whether transformers' "sdpa" attention is its own function, possibly wrapped to use the kernel."""
     attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
     return getattr(attention, "__wrapped__", attention) is sdpa_attention_forward
 
@@ -231,7 +233,7 @@ def spans_of(mask: Tensor | None, sequences: int, queries: int) -> Tensor | None
 
 
 def mask_arguments(mask: Tensor | None) -> tuple[int, int, int, int]:
-    """Return the fields of `Mask` of `_queries.h`."""
+    """Return a mask's fields in the C struct `Mask` of `_queries.h`."""
     if mask is None:
         return 0, 0, 0, _NO_MASK
     batch, head = (0 if mask.shape[dim] == 1 else mask.stride(dim) * mask.itemsize for dim in (0, 1))
@@ -239,8 +241,8 @@ def mask_arguments(mask: Tensor | None) -> tuple[int, int, int, int]:
 
 
 class Guard:
-    """A check whether a kernel may replace modules: parameters, children and attributes are the known objects, and no
-    module has a hook.
+    """Checks whether a kernel may still replace modules: their parameters, children and attributes must be the same
+    objects as before, and no module may have a hook.
 
     Every step checks hundreds of modules. The check is fast because it only passes over flat lists.
 
@@ -249,7 +251,7 @@ class Guard:
         modules: modules that the kernel replaces.
 
     Attributes:
-        patched: modules whose forward is set on the object, not on the class. These modules must be called.
+        patched: modules whose forward is set on the object, not on the class. A kernel must not replace these modules.
     """
 
     def __init__(self, places: Iterable[tuple[dict[str, Any], str]], modules: Iterable[nn.Module]) -> None:
@@ -257,7 +259,7 @@ class Guard:
         self.patched = [module for module in modules if "forward" in vars(module)]
         self._dictionaries, self._names, self._values = list[dict[str, Any]](), list[str](), list[Any]()
         self.watch(places)
-        # One address is enough: `to` moves all parameters of a module.
+        # Watch one address only, because `Module.to` moves all parameters of a module.
         self._first = [value for value in self._values if isinstance(value, Tensor)][:1]
         self._addresses = [tensor.data_ptr() for tensor in self._first]
         self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
@@ -276,13 +278,13 @@ class Guard:
         return whole
 
     def holds(self) -> bool:
-        # `Module.to` may keep the tensors, and then changes the addresses of all parameters of a module.
+        # Compare an address, too: `Module.to` may keep the tensor objects and move their memory.
         same = _still_contain(self._dictionaries, self._names, self._values)
         return same and [tensor.data_ptr() for tensor in self._first] == self._addresses
 
     def has_hooks(self) -> bool:
-        """Return whether a hook on the modules must run. After a request for hidden states or attentions, hooks of
-        transformers stay on the modules; these hooks must run only in another such request."""
+        """Return whether a hook on the modules must run. Hooks that transformers leaves behind after a request for
+        hidden states or attentions count only during another such request."""
         if not _any_has_items(self._hooks):
             return False
         sources = {getattr(hook, "__module__", "") for hooks in self._hooks for hook in hooks.values()}

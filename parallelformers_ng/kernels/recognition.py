@@ -1,7 +1,7 @@
-"""Recognises what a transformers class computes: compares the bytecode of its forward with that of known classes.
+"""Recognises what a transformers class computes, by comparing the bytecode of its forward with that of known classes.
 
 The kernels' results are also compared with those of the modelling code before their first use, because a later release
-may change a function that the same code calls.
+may change a function that the same bytecode calls.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# This import takes a tenth of a second. Nine tenths of that time are for modules that every model file imports, and
-# that a waiting worker has already imported.
+# This import takes a tenth of a second, mostly for modules that every model file imports, and that a waiting worker has
+# already imported.
 from transformers.models.llama import modeling_llama as llama
 
 from parallelformers_ng.sharding.heads import HeadParallel
 
-# Families with known decoder layers, whose forwards differ in the order of arguments.
+# Model families whose decoder layers are known. Their forwards differ in the order of arguments.
 LAYERS = ("Llama", "Mixtral")
-# Families with known attention, and whether the attention norms each head's query and key. The families also differ in
-# sliding windows; the mask tells a single query its window.
+# Model families whose attention is known → whether it normalizes each head's query and key. The families also differ in
+# sliding windows, but the mask hides the tokens outside of a window.
 ATTENTIONS = {"Llama": False, "Mistral": False, "Qwen2": False, "Qwen3": True}
 
 # Known norm classes, by the name of the torch function that computes the norm. All have a weight and a
@@ -45,10 +45,10 @@ log = logging.getLogger("parallelformers_ng")
 
 
 def agree(what: str, results: Callable[[], tuple[Tensor, Tensor]]) -> bool:
-    """Return whether kernels and modelling code give the same result; log a warning if not, or after an error.
+    """Return whether kernels and modelling code give the same result. Log a warning if they differ or raise an error.
 
     Args:
-        what: beginning of the warning.
+        what: beginning of the warning, before "computed by the modelling code".
         results: function that returns the result of the kernels and that of the modelling code, on the CPU.
     """
     try:
@@ -64,8 +64,8 @@ def agree(what: str, results: Callable[[], tuple[Tensor, Tensor]]) -> bool:
 
 
 def are_harmless(others: dict[str, Any]) -> bool:
-    """Whether further arguments of a layer leave its result unchanged. Arguments that nobody knows do not: a later
-    release of transformers may read them."""
+    """Whether a layer's result depends on none of these arguments; False for arguments that this function does not
+    know."""
     return all(
         name in _HARMLESS or (name in _HARMLESS_IF_OFF and (value is None or value is False))
         for name, value in others.items()
@@ -79,7 +79,7 @@ def is_rms_norm(cls: type) -> bool:
 
 @cache
 def fused_norm(cls: type) -> str:
-    """Return the name of the `torch.nn.functional` function that computes a norm class; "" for an unknown class."""
+    """Return the `torch.nn.functional` function that computes a norm class, by name; "" for an unknown class."""
     if not cls.__name__.endswith("Norm") or issubclass(cls, nn.LayerNorm):
         return ""
     known = (name for name, theirs in NORMS.items() if any(_same_forward(cls, modelling(*each)) for each in theirs))
@@ -88,13 +88,13 @@ def fused_norm(cls: type) -> str:
 
 @cache
 def mixed(kernel: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a class with the name of `cls` that inherits from `kernel` first, and then from `cls`."""
+    """Return a subclass of `kernel` and `cls`, in this order, that has the name of `cls`."""
     return type(cls.__name__, (kernel, cls), {"__module__": cls.__module__})
 
 
 @cache
 def is_decoder_layer(cls: type) -> bool:
-    """Whether a class computes x + attention(norm(x)), then x + feed_forward(norm(x)), with parts of any kind."""
+    """Whether a class computes x + attention(norm(x)), then x + feed_forward(norm(x)), with modules of any class."""
     return cls.__name__.endswith("Layer") and any(
         _same_forward(cls, modelling(family, "DecoderLayer")) for family in LAYERS
     )
@@ -102,8 +102,8 @@ def is_decoder_layer(cls: type) -> bool:
 
 @cache
 def is_decoder(cls: type) -> bool:
-    """Whether a model runs decoder layers one after another, and does nothing between them. All layers must get the
-    same arguments, except for a mask of their type."""
+    """Whether a model class runs decoder layers one after another, and does nothing between them. All layers must get
+    the same arguments, except for a mask of their layer type."""
     return cls.__name__.endswith("Model") and any(
         _same_forward(cls, modelling(family, "Model")) for family in ATTENTIONS
     )
@@ -121,9 +121,9 @@ def is_silu(cls: type) -> bool:
 
 @cache
 def normed_heads(cls: Any) -> bool | None:
-    """Return whether an attention class norms each head's query and key; None if the class is not in `ATTENTIONS`.
+    """Return whether an attention class normalizes each head's query and key; None if it is not in `ATTENTIONS`.
 
-    A class whose heads are sharded counts as the class that it is made of.
+    For a class with sharded heads (`HeadParallel`), the class that it was made from counts.
     """
     if cls.__bases__[0] is HeadParallel:
         cls = cls.__bases__[1]
@@ -157,6 +157,6 @@ def _code(function: Any) -> Any:
     if not isinstance(function, FunctionType):
         return None
     code = function.__code__
-    # The constants of a function contain its docstring.
+    # Leave out the docstring, which is one of the constants.
     constants = tuple(constant for constant in code.co_consts if constant != function.__doc__)
     return code.co_code, code.co_names, constants, code.co_varnames, code.co_argcount

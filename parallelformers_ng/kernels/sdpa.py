@@ -1,4 +1,4 @@
-"""Runs transformers' "sdpa" attention of single queries in C, for models whose layers do not run in C as a whole."""
+"""Runs transformers' "sdpa" attention of single queries in C, for models whose whole layers cannot run in C."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallelformers_ng.kernels.operators import KINDS, _decode, fits_mask, mask
 
 
 def install() -> None:
-    """Make transformers' "sdpa" attention use the kernel for single queries, for all models of this process. Nothing
+    """Make transformers' "sdpa" attention use the C kernel for single queries, for all models of this process. Nothing
     changes without a built kernel, with several torch threads, or at a second call."""
     if _decode is not None and torch.get_num_threads() == 1:
         usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -27,7 +27,7 @@ def with_kernel(attention: Any) -> Any:
 
 
 def with_single_queries(attention: Any, fits: Callable[..., bool], attend: Callable[..., Tensor]) -> Any:
-    """Compute calls of `attention`, of transformers' attention interface, with one query by `attend`, if `fits`."""
+    """Wrap an attention function of transformers: `attend` computes calls with one query, if `fits` returns True."""
 
     @functools.wraps(attention)
     def forward(
@@ -41,7 +41,7 @@ def with_single_queries(attention: Any, fits: Callable[..., bool], attend: Calla
 
 
 def _is_plain_attention(query: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether a call has one query, `[batch, heads, 1, width]`, and no options except a mask and a scaling."""
+    """Whether a call has one query, `[batch, heads, 1, width]`, and no options other than mask and scaling."""
     return (
         query.shape[2] == 1
         and not any(kwargs.get(name) for name in ("dropout", "softcap", "output_attentions"))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-# Largest number of rows for one product. With more rows, arithmetic is the limit, and one product saves no time.
+# Largest number of rows for a joint product. With more rows, arithmetic takes the time, and joining saves none.
 MAX_ROWS = 64
 _ROWS_COMPARED = 16
 
@@ -32,9 +32,9 @@ log = logging.getLogger("parallelformers_ng")
 
 
 def lay_side_by_side(model: nn.Module) -> None:
-    """Group the linear layers of a model that may read the same tensor.
+    """Group the linear layers of a model that may read the same tensor, so that one product can compute each group.
 
-    The weights of a group become views of one new tensor. Weights are copied for one module at a time.
+    The weights of a group become views of one new tensor. Weights are copied for one module at a time, to save memory.
     """
     uses = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values())
     for module in [*model.modules()]:
@@ -43,7 +43,7 @@ def lay_side_by_side(model: nn.Module) -> None:
 
 
 def _alike(module: nn.Module, uses: Counter[int]) -> Iterator[list[nn.Linear]]:
-    """Return groups of children whose weights can become one tensor. Layers that share a weight are in no group."""
+    """Yield groups of a module's linear layers whose weights can become one tensor. Tied weights are in no group."""
     groups: dict[Any, list[nn.Linear]] = {}
     for layer in module.children():
         if type(layer) is nn.Linear and all(uses[id(tensor)] == 1 for tensor in layer.parameters()):
@@ -60,7 +60,7 @@ class SideBySide:
         layers: linear layers that differ only in the number of outputs; their class becomes `PartOfProduct`.
 
     Attributes:
-        agree: whether one product gives the outputs of the layers; None until a forward pass has tested that.
+        agree: whether a joint product gives the outputs of the layers; None until a forward pass has tested that.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
@@ -73,8 +73,8 @@ class SideBySide:
         ]
         self._sizes = [len(layer.weight) for layer in layers]
         self._input: Callable[[], Tensor | None] = lambda: None
-        # Outputs for `_input` that layers have not returned yet. While `agree` is None, the dictionary has the last
-        # rows of outputs that layers have returned.
+        # Outputs of a joint product for `_input` that the layers have not returned yet. While `agree` is None: the last
+        # rows of the outputs that the layers have computed one by one.
         self._outputs: dict[nn.Linear, Tensor] = {}
         for layer in layers:
             layer.__class__ = PartOfProduct
@@ -88,10 +88,11 @@ class SideBySide:
         return whole
 
     def note(self, layer: nn.Linear, input: Tensor, output: Tensor) -> None:
-        """Record the output of a layer. When all outputs are recorded, compare one product with them; set `agree`.
+        """Record the output of a layer. When all outputs are recorded, compare a joint product with them, and set
+        `agree`.
 
         The last 16 rows are compared. The largest difference may be 1e-4 of the largest output in float32 and float64,
-        2e-2 in other types. If the outputs differ, or if not all layers get the same tensor, the group ends.
+        2e-2 in other types. If the outputs differ, or if not all layers get the same tensor, the group is dissolved.
         """
         if self._input() is not input or layer in self._outputs:
             if self._outputs:
@@ -112,8 +113,8 @@ class SideBySide:
     def output(self, layer: nn.Linear, input: Tensor) -> Tensor:
         """Return the output of a layer whose group has passed the test.
 
-        The first call with a new input computes the outputs of all layers, for at most `MAX_ROWS` rows. Calls of other
-        layers with this input return the kept outputs.
+        The first call with a new input computes the outputs of all layers, for at most `MAX_ROWS` rows. The other
+        layers' calls with this input return outputs that were computed then.
         """
         if self._input() is input and layer in self._outputs:
             return self._outputs.pop(layer)
@@ -126,7 +127,7 @@ class SideBySide:
         return self._outputs.pop(layer)
 
     def part(self) -> None:
-        """Make each layer compute its own output from now on."""
+        """Dissolve the group: each layer computes its own output from now on."""
         self.agree = False
         self._outputs.clear()
         for layer in self._layers:
@@ -138,7 +139,7 @@ class SideBySide:
 
 
 class PartOfProduct(nn.Linear):
-    """A linear layer of a group that one product can compute."""
+    """A linear layer of a group that a joint product can compute."""
 
     side_by_side: SideBySide
 

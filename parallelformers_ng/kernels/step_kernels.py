@@ -1,7 +1,7 @@
-"""Decoder layers on a CUDA device that kernels compute in a recorded step, once they have proven themselves.
+"""Decoder layers on a CUDA device that Triton kernels compute in a CUDA graph, after a comparison with the modules.
 
-`cuda_graphs/kernel_trial.py` decides: the first step of a model runs every layer both ways, on the model's own inputs.
-Until then, and for all other steps, the modules compute.
+`cuda_graphs/kernel_trial.py` makes the comparison: in the first step of a model, both compute every layer, on the
+model's own inputs. Until then, and for all other steps, the modules compute.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OPERATORS = {
     "nibble_product": ("nibble_product",),
     "partial_results": ("summed",),
 }
-# Largest difference of what a layer adds to its input, as a share of the largest number that it adds.
+# Largest allowed difference of a layer's result (output minus input), relative to the largest number of the result.
 _TOLERANCE = 2e-2
 
 
@@ -41,9 +41,9 @@ class DeviceStack(LayersAsOne):
     """Decoder layers that the kernels of `kernels/triton` may compute.
 
     Attributes:
-        mode: "modules" outside of `StepKernels.computing`.
-        is_served: whether the kernels can compute all layers of the latest step. A step in the mode "modules", or
-            without `may_serve`, leaves the value unchanged.
+        mode: how the layers compute; always "modules" outside of `StepKernels.computing`.
+        is_served: whether the kernels can compute all layers of the latest step. A step in the mode "modules", or for
+            which `may_serve` is False, leaves the value unchanged.
         worst: largest difference between kernels and modules since the start of `StepKernels.computing`, divided by the
             tolerance; one number on the device. None before a comparison.
     """
@@ -71,7 +71,7 @@ class DeviceStack(LayersAsOne):
     def _compared(
         self, layer: DeviceLayer, module: Any, hidden: Tensor, step: DeviceStep, kwargs: dict[str, Any]
     ) -> Tensor:
-        """Run a layer both ways, and return the output of its module."""
+        """Compute a layer by the kernels and by its module, record the difference, and return the module's output."""
         cached = layer.cached(step)
         count = cached.cumulative_length
         position = count.view(1).clone()
@@ -86,7 +86,7 @@ class DeviceStack(LayersAsOne):
         theirs = output, *written()
         for mine, wanted, added in zip(ours, theirs, (output - hidden, *theirs[1:]), strict=True):
             self._note(_excess(mine, wanted, added))
-        self._note((counted != 1).float().max() * 2)  # above what is allowed
+        self._note((counted != 1).float().max() * 2)  # 2, above the limit 1, unless one token was counted
         return output
 
     def _note(self, excess: Tensor) -> None:
@@ -101,13 +101,13 @@ class DeviceStack(LayersAsOne):
 
 
 def _excess(ours: Tensor, theirs: Tensor, added: Tensor) -> Tensor:
-    """The largest difference, in units of what is allowed: a share of what was added, and the rounding of the sum."""
+    """Return the largest difference relative to the allowed one: `_TOLERANCE` of `added`, plus the sum's rounding."""
     rounding = 2 * torch.finfo(theirs.dtype).eps * theirs.abs().max().float()
     return (ours.float() - theirs.float()).abs().max() / (_TOLERANCE * added.abs().max().float() + rounding)
 
 
 class StepKernels:
-    """The Triton kernels of one rank's model, in the form that `KernelTrial` needs.
+    """The Triton kernels of one rank's model, with the methods that `KernelTrial` calls.
 
     Args:
         stacks: lists of decoder layers in the model.
@@ -124,7 +124,7 @@ class StepKernels:
         return cls(stacks, device) if stacks else None
 
     def obstacle(self) -> str:
-        """Return the reason why no Triton kernel can run on the device. Without a reason, import the kernels."""
+        """Return why Triton kernels cannot run on the device; "" if they can. In that case, import the kernels."""
         if find_spec("triton") is None:
             return "Triton is not installed"
         if torch.version.hip is not None:
@@ -137,7 +137,7 @@ class StepKernels:
 
     @contextlib.contextmanager
     def computing(self, mode: KernelMode) -> Iterator[None]:
-        """Make the decoder layers compute steps in a given way. Forgets earlier differences."""
+        """Set how decoder layers compute steps inside the `with` block, and drop earlier differences."""
         for stack in self._stacks:
             stack.mode, stack.is_served, stack.worst = mode, False, None
         try:
@@ -150,13 +150,13 @@ class StepKernels:
         return all(stack.is_served for stack in self._stacks)
 
     def difference(self) -> str:
-        """Compare each layer's output, keys and values. Waits for the device."""
+        """Describe a too large difference between kernels and modules, or return "". Waits for the device."""
         worst = max(torch.inf if stack.worst is None else stack.worst.item() for stack in self._stacks)
         return "" if worst <= 1 else f"they differ from the modules by {worst:.1f} times what is allowed"
 
 
 def install_stacks(model: nn.Module) -> None:
-    """Prepare a model's decoder layers for the Triton kernels, after `on_devices.install`. Triton is not imported."""
+    """Change the classes of a model's decoder layers so that Triton kernels may compute them. Imports no Triton."""
     for module in [*model.modules()]:
         layers: Any = getattr(module, "layers", None)
         cls: type = type(module)
@@ -167,6 +167,6 @@ def install_stacks(model: nn.Module) -> None:
 
 @functools.cache
 def _operators() -> Any:
-    """Import the operators of `kernels/triton`; they are attributes of the result."""
+    """Import the operators of `kernels/triton`, and return an object that has them as attributes."""
     files = {file: importlib.import_module(f"{__package__}.triton.{file}") for file in _OPERATORS}
     return SimpleNamespace(**{name: getattr(files[file], name) for file, names in _OPERATORS.items() for name in names})

@@ -1,16 +1,16 @@
-"""Products of 1 to 32 rows with weights of 8 bits, as they lie: integers, or fp8 (e4m3).
+"""Products of 1 to 32 rows with weights of 8 bits, read as stored: integers, or fp8 (e4m3).
 
 y = (x Qᵀ) ⊙ s + b          Q: `[outputs, inputs]` of 8 bits, s: an fp32 scale for each output
 """
 
-# Up to three weights that read the same x are one product (q | k | v, gate | up). Each keeps its own tensors.
+# One launch multiplies x by up to three weights (q | k | v, gate | up), which stay separate tensors.
 #
 # Numbers are widened to the data type of x, which holds all of them, and multiplied by tensor cores; sums are fp32.
 # fp8 is widened by shifts of its bits, for not every card from sm_80 on converts it.
 #
-# Launches: 1. For many outputs, with a program for every 32 outputs. Each program sums over all inputs by itself. For
-# few outputs these programs would not keep a large card busy. Then there are programs for every 32 outputs and split of
-# the inputs, and y is partial results, in fp32:
+# Launches: 1. For many outputs, each program computes 32 outputs, and sums over all inputs by itself. For few outputs,
+# so few programs would not keep a large card busy. Then each program sums over one split of the inputs, and y has
+# partial results, in fp32:
 #
 #     p = (x Qᵀ over the inputs of the split) ⊙ s, and + b in the first split.
 #
@@ -39,7 +39,7 @@ OUTPUTS_OF_PROGRAM = 32
 _INPUTS_AT_ONCE = 256
 # With more rows than these, x takes so much shared memory that a program reads half as many inputs at once.
 _MANY_ROWS = 16
-# One for every 16 outputs: with more, two warps would widen the same numbers.
+# Warps of a program, one for every 16 outputs. With more, two warps would widen the same numbers.
 WARPS = 2
 _MAX_SPLITS = 16
 
@@ -49,12 +49,13 @@ def _fp8_as_float32(bits):
     # The bits were read as int8. An fp8 exponent counts from 7, one of float32 from 127. NaN, which no encoder writes,
     # is read as 480.
     placed = ((bits.to(tl.int32) << 20) & -0x78100000).to(tl.float32, bitcast=True)
-    return placed * 1.329227995784916e36  # 2 ** 120
+    return placed * 1.329227995784916e36  # times 2¹²⁰, because the exponent's bias is 127 in float32, but 7 in fp8
 
 
 @triton.jit
 def weight_and_tile(q0, q1, q2, s0, s1, s2, b0, b1, b2, outputs0, outputs1, outputs2, OUTPUTS: tl.constexpr):
-    """Return the weight of this program: q, s, b, its outputs, the outputs of the weights before it, and its tile.
+    """Return this program's weight and tile: q, s, b, number of outputs, number of outputs of the weights before it,
+    tile.
 
     A tile is OUTPUTS outputs of one weight; each weight counts its tiles from 0.
     """
@@ -69,7 +70,7 @@ def weight_and_tile(q0, q1, q2, s0, s1, s2, b0, b1, b2, outputs0, outputs1, outp
     return q, s, b, outputs, left, tile
 
 
-@triton.jit(do_not_specialize=["rows"])  # a recording has more rows than the step before it
+@triton.jit(do_not_specialize=["rows"])  # a CUDA graph pads rows, but must not compile
 def byte_product_kernel(
     x, q0, q1, q2, s0, s1, s2, b0, b1, b2, y,
     rows, inputs, splits, outputs0, outputs1, outputs2, x_row, y_row,
@@ -106,9 +107,9 @@ def byte_product_kernel(
 def byte_product_launches(
     x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> tuple[tuple[Launch], Tensor]:
-    """Return the launch that computes y = (x Qᵀ) ⊙ s + b, side by side for all weights Q, and its output.
+    """Return the launch that computes y = (x Qᵀ) ⊙ s + b for all weights Q, and its output.
 
-    The output is partial results, `[splits, rows, sum of the outputs]`.
+    The output is partial results, `[splits, rows, sum of the outputs]`, with the outputs of the weights side by side.
 
     Args:
         x: `[…, inputs]`, dense along the inputs, bf16 or fp16; at most 32 rows in all.
@@ -159,15 +160,15 @@ def product_launches(
 
 
 def at_once(most: int, rows: int) -> int:
-    """Choose how many inputs, or groups of inputs, a program reads at once. Sums do not depend on it."""
+    """Return how many inputs, or groups of inputs, a program reads at once. The sums do not depend on this number."""
     return most if rows <= _MANY_ROWS else most // 2
 
 
 def splits_of(tiles: int, inputs: int) -> int:
-    """Choose the number of splits of the inputs, 1 to 16, for a number of programs that cover the outputs.
+    """Choose the number of splits of the inputs, 1 to 16, for a number of programs (`tiles`) that cover the outputs.
 
-    The number does not depend on the rows: a recording has more rows than the step before it. Each split has at least
-    two iterations of the kernel's loop.
+    The number does not depend on the rows: a CUDA graph pads the rows, but must not compile another kernel. Each split
+    has at least two iterations of the kernel's loop.
     """
     steps = -(-inputs // _INPUTS_AT_ONCE)
     return splits_for(tiles, min(_MAX_SPLITS, steps // 2))

@@ -3,7 +3,7 @@
 y = silu(g) ⊙ u
 """
 
-# Launches: 1, with a program for each piece of a row.
+# Launches: 1, with a program for each block of a row.
 # Bytes: g and u are read once, y is written once. g and u may be views of one product. They are partial results, whose
 # sums are rounded to the data type of y before the gate, see `partial_results.py`.
 
@@ -35,7 +35,7 @@ def gate_kernel(g, u, y, columns, g_row, u_row, SPLITS: tl.constexpr, BLOCK: tl.
 
 
 def gate_launches(g: Tensor, u: Tensor, dtype: torch.dtype) -> tuple[tuple[Launch], Tensor]:
-    """Return the launch, and its output y, `[rows, columns]`, contiguous.
+    """Return the launch that computes y = silu(g) ⊙ u, and its output y, `[rows, columns]`, contiguous.
 
     Args:
         g, u: partial results, `[splits, rows, columns]`, dense along the columns.

@@ -1,4 +1,4 @@
-"""One launch of a kernel, as data: the same description runs it, and compiles it for a card that is not here."""
+"""Describes a kernel launch as data, so that tests can also compile it for cards that are not in the machine."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _library = torch.library.Library("parallelformers_ng", "FRAGMENT")
 
 
 def operator(schema: str, launches: Callable[..., tuple[Sequence[Launch], Any]]) -> Any:
-    """Register and return an operator of torch, `torch.ops.parallelformers_ng.NAME`, that runs launches.
+    """Register and return an operator, `torch.ops.parallelformers_ng.NAME`, that launches kernels.
 
-    Dispatch modes of torch see a call of the operator and its tensors. `torch.library.custom_op` would import the
-    compiler for its first call.
+    Dispatch modes of torch see a call of the operator and its tensors. `torch.library.custom_op` is not used, because
+    it imports the compiler at its first call.
 
     Args:
         schema: name, arguments and results, in the form of torch's `native_functions.yaml`.
-        launches: function of the operator's arguments; allocates the results, and returns the launches that write
-            them, in order, and the results.
+        launches: function of the operator's arguments; allocates the results, and returns the launches that write them,
+            in order, and the results.
     """
 
     def run(*arguments: Any) -> Any:
@@ -61,15 +61,13 @@ def operator(schema: str, launches: Callable[..., tuple[Sequence[Launch], Any]])
 
 
 def power_of_two(number: int) -> int:
-    """Round up to a power of two."""
     return 1 << max(0, number - 1).bit_length()
 
 
-# Programs that keep the largest cards busy: about four for each multiprocessor.
+# Number of Triton programs that keep the largest cards busy: about four for each multiprocessor.
 _PROGRAMS = 512
 
 
 def splits_for(programs: int, most: int) -> int:
-    """Choose the number of splits of each program's work, 1 to `most`, with which a launch keeps the largest cards
-    busy."""
+    """Return into how many parts, 1 to `most`, to split the work of each program to keep the largest cards busy."""
     return max(1, min(most, _PROGRAMS // max(1, programs)))

@@ -1,4 +1,4 @@
-"""Products of 1 to 32 rows with weights of 4 bits, in groups of 32 inputs with a scale each, as they lie.
+"""Products of 1 to 32 rows with weights of 4 bits, read as stored, with a scale for each group of 32 inputs.
 
 y = x Wᵀ + b           W = Q ⊙ s, rounded to the data type of x
 Q: `[outputs, inputs / 2]`, two numbers in a byte, the first one in its low bits; s: `[outputs, inputs / 32]`
@@ -7,7 +7,7 @@ Q: `[outputs, inputs / 2]`, two numbers in a byte, the first one in its low bits
 # Low and high bits stay apart: x is read as words of 32 bits, whose halves are the inputs of the low and of the high
 # numbers. Tensor cores multiply, sums are fp32.
 #
-# Up to three weights that read the same x are one product. Each keeps its own tensors.
+# One launch multiplies x by up to three weights, which stay separate tensors.
 #
 # Launches: 1. For few outputs y is partial results, in fp32, see `byte_product.py`.
 # Bytes: Q and s are read once, y is written once. x is read by every program, see `byte_product.py`.
@@ -28,7 +28,7 @@ from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_
 
 GROUP = 32
 _GROUPS_AT_ONCE = 8
-# Least rows of a product of tensor cores.
+# Smallest number of rows that tensor cores multiply; fewer rows are padded.
 _MIN_ROWS = 8
 
 # PTX for four bytes `$4` and the scales `$5`, `$6` of their numbers: the low numbers times the scales go to `$0` and
@@ -60,15 +60,15 @@ fma.rn.{type} $2, third, $5, offset;
 fma.rn.{type} $3, fourth, $6, offset;
 }}
 """
-# The floats are 128 + 0 … 15.
+# In bf16, a number with its sign bit inverted becomes the last bits of 128 + 0 … 15.
 _BF16 = tl.constexpr(_TWO_AT_ONCE.format(type="bf16x2", exponent="0x43", one="0x3F803F80", offset="0xC308C308"))
-# The floats are 1024 + 0 … 15.
+# In fp16, a number with its sign bit inverted becomes the last bits of 1024 + 0 … 15.
 _FP16 = tl.constexpr(_TWO_AT_ONCE.format(type="f16x2", exponent="0x64", one="0x3C003C00", offset="0xE408E408"))
 
 
 @triton.jit
 def _both_scaled(numbers, scales):
-    # Returns low and high numbers times scales, rounded as a weight in memory is; all shapes are equal.
+    # Returns the low and the high numbers times their scales, rounded as a dequantized weight in memory would be.
     return tl.inline_asm_elementwise(
         _BF16 if scales.dtype == tl.bfloat16 else _FP16,
         "=r,=r,=r,=r,r,r,r",
@@ -81,8 +81,8 @@ def _both_scaled(numbers, scales):
 
 @triton.jit
 def _scaled(numbers, scales):
-    # The low bits of `numbers` times scales, rounded as a weight in memory is; for Triton's interpreter, which runs no
-    # PTX.
+    # Returns the low numbers times their scales, rounded as a dequantized weight would be. Triton's interpreter, which
+    # runs no PTX, uses this function.
     bits = ((numbers.to(tl.int32) & 15) ^ 8) | 0x4B000000
     return ((bits.to(tl.float32, bitcast=True) - 8388616.0) * scales.to(tl.float32)).to(scales.dtype)
 
@@ -135,9 +135,9 @@ def nibble_product_kernel(
 def nibble_product_launches(
     x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> tuple[tuple[Launch], Tensor]:
-    """Return the launch that computes y = x Wᵀ + b, side by side for all weights W = Q ⊙ s, and its output.
+    """Return the launch that computes y = x Wᵀ + b for all weights W = Q ⊙ s, and its output.
 
-    The output is partial results, `[splits, rows, sum of the outputs]`.
+    The output is partial results, `[splits, rows, sum of the outputs]`, with the outputs of the weights side by side.
 
     Args:
         x: `[…, inputs]`, bf16 or fp16, at an address that is a multiple of 4; at most 32 rows in all.

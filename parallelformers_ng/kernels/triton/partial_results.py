@@ -29,7 +29,8 @@ _SUMS_AT_ONCE = 256
 
 @triton.jit
 def load_sum(place, step, mask, like, SPLITS: tl.constexpr):
-    """Load and add partial results, the first split first, and return the sum in float32, rounded as `like` is.
+    """Load partial results, add their splits in order, and return the sum in float32, rounded to the data type of
+    `like`.
 
     Every kernel that reads a product loads it by this function, so all of them get the same bits.
 
@@ -57,11 +58,10 @@ def sum_kernel(p, y, rows, outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def row_distance(p: Tensor) -> int:
-    """Return the distance between rows of partial results, in elements; between splits it is as many times as far as
-    there are rows.
+    """Return the distance between rows of partial results, in elements. Rows of the next split must follow directly.
 
     Args:
-        p: partial results, `[splits, rows, outputs]`: those of a product, or of some of its outputs.
+        p: partial results, `[splits, rows, outputs]`, of all outputs of a product or of some of them.
     """
     splits, rows, _ = p.shape
     if splits > 1 and p.stride(0) != rows * p.stride(1):
@@ -70,7 +70,7 @@ def row_distance(p: Tensor) -> int:
 
 
 def sum_launches(p: Tensor, dtype: torch.dtype) -> tuple[tuple[Launch], Tensor]:
-    """Return the launch, and its output, `[rows, outputs]`. p must be contiguous."""
+    """Return the launch that adds the splits of p, which must be contiguous, and its output, `[rows, outputs]`."""
     splits, rows, outputs = p.shape
     y = torch.empty((rows, outputs), dtype=dtype, device=p.device)
     arguments: dict[str, Any] = {"p": p, "y": y, "rows": rows, "outputs": outputs}
@@ -82,5 +82,5 @@ sum_of_splits = operator("sum_of_splits(Tensor p, ScalarType dtype) -> Tensor", 
 
 
 def summed(p: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add partial results; one split has the sum already, and may have any strides."""
+    """Add the splits of partial results. A single split is the sum already, and may have any strides."""
     return p[0] if len(p) == 1 else sum_of_splits(p, dtype)

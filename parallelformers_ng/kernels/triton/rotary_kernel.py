@@ -116,7 +116,7 @@ def rotary_launches(
 
 
 def row_step(tensor: Tensor) -> int:
-    """Return the distance between rows, in elements; 0 if one row stands for all rows."""
+    """Return the distance between rows, in elements; 0 if the tensor has a single row for all rows of the batch."""
     return 0 if tensor.shape[0] == 1 else tensor.stride(0)
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two, splits_for
 from parallelformers_ng.kernels.triton.rotary_kernel import row_step
 
-# Least size of each side of a product that Triton compiles (`tl.dot`).
+# Smallest size of each dimension of a matrix product (`tl.dot`) that Triton compiles.
 MIN_SIDE = 16
 _KEYS_AT_ONCE = 64
 _MAX_SPLITS = 64
@@ -51,7 +51,7 @@ def split_kernel(
     query, column = tl.arange(0, QUERIES), tl.arange(0, BLOCK)
     is_query, is_column = query < groups, column < WIDTH
     end = tl.minimum(tl.load(lengths + row * length_row).to(tl.int32) + 1, room)
-    # Without a window, `window` is 0. Triton 3.9 needs more registers for the same code without a window.
+    # `window` is 0 if a row sees all positions. Without this branch, Triton 3.9 would need more registers.
     start = 0
     if window > 0:
         start = tl.maximum(end - window, 0)
@@ -154,10 +154,10 @@ def attention_launches(
 
 
 def splits_of(pairs: int, room: int) -> int:
-    """Choose the number of splits of the keys, 1 to 64, equal for all steps over a cache: a recording repeats it.
+    """Choose the number of splits of the keys, 1 to 64; equal for all steps over a cache, as CUDA graphs need it.
 
     Args:
-        pairs: number of key/value heads, times the number of rows rounded up to a power of two. A recording has this
+        pairs: number of key/value heads, times the number of rows rounded up to a power of two. A CUDA graph has this
             number of rows; its kernels were compiled in the step before the recording.
         room: number of positions of the cache.
     """
