@@ -94,7 +94,7 @@ class DeadlineExpiredError(RequestTimeoutError):
 
 
 class ProtocolError(GroupError):
-    """A control message between processes was malformed, too large or out of order. The receiver dropped the message."""
+    """A message between two processes was malformed, too large or out of order. The receiver dropped the message."""
 
 
 class ChannelClosedError(GroupError):
@@ -114,7 +114,7 @@ class CollectiveAbortedError(GroupError):
 
 
 class DivergedError(GroupError):
-    """Ranks returned different results for one request, or entered different collectives. The results were discarded."""
+    """Ranks returned different results for a request, or entered different collectives. The results were discarded."""
 
 
 class WorkerError(GroupError):
