@@ -102,7 +102,7 @@ def _cache_bytes(model: PreTrainedModel, batch: int, length: int) -> dict[str, i
     for path, module in model.named_modules():
         index = getattr(module, "layer_idx", None)
         if is_within(path, start) and isinstance(index, int) and index < len(layers) and _is_attention(module):
-            tokens = getattr(layers[index], "max_cache_len", 0)  # layers without a KV cache lack this
+            tokens = getattr(layers[index], "max_cache_len", 0)  # layers without KV cache count 0
             cache_bytes[path] = 2 * batch * tokens * heads * width * model.dtype.itemsize
     return cache_bytes
 

@@ -161,9 +161,9 @@ def _stacked(node: Operation, size: int, dim: int) -> int:
     return dim + (along <= dim)
 
 
-# Torch operations that may run on quantized numbers and scales instead of on the weight → function from the operation,
-# the operand's number of dimensions, and the dimension along which scales are shared, to the result's such dimension.
-# The function returns None if the operation cannot run on numbers and scales.
+# Torch operations that can run on quantized numbers and scales instead of on the weight. The function of an operation
+# takes the operation, its operand's number of dimensions, and the dimension of the operand along which elements share a
+# scale. The function returns that dimension of the result; None if the operation needs the dequantized weight.
 _PASSED: dict[str, Callable[[Operation, int, int], int | None]] = {
     "aten._to_copy.default": lambda node, size, dim: dim,
     "aten.t.default": _swapped,
@@ -177,9 +177,7 @@ _PASSED: dict[str, Callable[[Operation, int, int], int | None]] = {
 
 
 def whole_node(plan: ShardPlan, tensor: TensorPlan, node_of: Callable[[TensorPlan], Node]) -> Node:
-    """Return an expression that reads a whole tensor of the model, dequantized if ranks hold it quantized.
-
-    `node_of` returns the expression for a tensor that ranks hold."""
+    """Return an expression that reads a whole tensor of the model, dequantized if the ranks hold it quantized."""
     parts = plan.parts(tensor.name)
     if len(parts) == 1:
         return node_of(parts[0])

@@ -36,7 +36,7 @@ _DTYPES = {
 DTYPE_NAMES = dict(zip(_DTYPES.values(), _DTYPES, strict=True))
 
 _END_BYTES = 1 << 16
-_OF_ONE_PROCESS = ("_close", "_mapping", "_state")  # `__getstate__` omits these attributes
+_OF_ONE_PROCESS = ("_close", "_mapping", "_state")  # not pickled, as valid in one process only
 
 
 class CheckpointFile:
@@ -86,8 +86,8 @@ class CheckpointFile:
         """
 
     def name_to_open(self) -> str:
-        """Return a path at which this process can open the same file. On another host, a missing file is downloaded
-        from the hub."""
+        """Return a path at which this process can open the file that the first process has open. On another host, a
+        missing file is downloaded from the hub."""
         if self._seen_from != mounts():
             return self._name_elsewhere()
         for name in (self._descriptor_path, self.path):  # try both: a container may forbid access to /proc/PID/fd

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Attribute of a tensor whose values are on the workers: a tensor object that has the original content meanwhile.
+# While a tensor's values are on the workers, this attribute keeps the tensor's original content, as another tensor.
 _ORIGINAL = "_parallelformers_ng_original"
 _VERSION = "_parallelformers_ng_version"
 _OF_CONTENT = ("node", "_is_param")
@@ -68,7 +68,7 @@ def _fill(original: torch.Tensor, values: torch.Tensor) -> None:
     changed them meanwhile, they are newer and stay."""
     if not original.nbytes or original.dtype != values.dtype:
         original.data = values
-    elif not is_written(original) and not torch.equal(original, values):  # a write invalidates autograd graphs
+    elif not is_written(original) and not torch.equal(original, values):  # unequal, as writes invalidate graphs
         with torch.no_grad():
             original.copy_(values)
 

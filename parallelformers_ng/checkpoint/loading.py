@@ -155,7 +155,6 @@ def fill_skeleton(model: PreTrainedModel, location: Location, dtype: torch.dtype
 
 def _contents(location: Location, dtype: torch.dtype, plain: Callable[[], PreTrainedModel], dequantize: bool) -> State:
     """Return a checkpoint's tensors as lazy tensors. A quantized weight has the name and shape of its unquantized form.
-
     `plain` makes the model without quantization, and `dtype` is the data type of dequantized weights."""
     if is_sharded_directory(location.directory):
         state = {name: LazyTensor(node) for name, node in open_sharded(location.directory).items()}

@@ -97,8 +97,7 @@ class Source:
     """A checkpoint whose configuration has been read, and whose weights have not been read.
 
     Attributes:
-        config: configuration with the caller's changes; None if the weights are for the caller's own model, which
-            has a configuration.
+        config: configuration with the caller's changes; None if the weights are for a model that the caller has built.
     """
 
     location: Location

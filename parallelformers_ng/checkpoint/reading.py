@@ -47,7 +47,7 @@ def unchanged(tensor: torch.Tensor) -> torch.Tensor:
 # which that part belongs.
 Piece = tuple[Node, View, Cut]
 
-# -- operations with one operand, for cuts with one range per dimension --------------------------------------------
+# -- Views and casts: which part of the operand is needed for a part of the result? --------------------------------
 
 
 def _view(node: Operation, cut: Cut) -> Piece | None:
@@ -97,7 +97,7 @@ _TRANSPARENT: dict[str, Callable[[Operation, Cut], Piece | None]] = {
     "aten.unsqueeze.default": _view,
 }
 
-# -- operations that join tensors: any cut of the result is divided over the operands ------------------------------
+# -- cat and stack: which parts of the operands are needed for a part of the result? -------------------------------
 
 
 def _cat(node: Operation, cut: Cut) -> Iterator[Piece]:

@@ -67,9 +67,7 @@ def saved_names(model: PreTrainedModel, plan: ShardPlan) -> list[str]:
 def write_index(
     directory: Path, model: PreTrainedModel, plan: ShardPlan, names: Iterable[str], ranks: Iterable[list[WrittenFile]]
 ) -> None:
-    """Write the configuration files, and then the index, which is flushed to the disk.
-
-    `ranks` has the files of each rank, as `write_rank` returns them."""
+    """Write the configuration files, and then the index; `ranks` has the result of `write_rank` for each rank."""
     write_configs(model, directory)
     by_rank = [{name: file for file in files for name in file.checksums} for files in ranks]
     stored = plan.as_stored

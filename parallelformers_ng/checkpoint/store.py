@@ -198,9 +198,7 @@ def _file_in(folder: str, size: int) -> int:
 
 
 def map_shards(plan: ShardPlan, rank: int, fds: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Map a rank's shards in its worker: storage name → copy-on-write view of the caller's memory and disk files.
-
-    `fds` are the descriptors of the regions of `regions_of`, in the same order."""
+    """Map a rank's shards in its worker: storage name → copy-on-write view. `fds` is from `ShardStore.fds_for`."""
     layout = Layout(plan)
     regions = zip(regions_of(plan, rank), fds, strict=True)
     mappings = {region: map_file(fd, size) for region, fd in regions if (size := layout.sizes[region])}
@@ -283,9 +281,8 @@ def names_of_each(model: nn.Module, plan: ShardPlan, names: Iterable[str] | None
 def place(
     model: nn.Module, names: list[str], plan: ShardPlan, tensor: torch.Tensor, keeps_values: bool = False
 ) -> None:
-    """Give the tensor of the model that has the given names (several if it is tied) the content of `tensor`.
-
-    The tensor stays the same object if possible; `identity.become` says how."""
+    """Give the tensor of the model that has the given names (several if it is tied) the content of `tensor`. The tensor
+    stays the same object if possible; `identity.become` says how."""
     first = plan.tensors[names[0]]
     current = get_tensor(model, first.name, first.is_buffer)
     if not first.is_buffer:

@@ -24,7 +24,7 @@ from parallelformers_ng.sharding.tensor_plan import bytes_of
 
 Entry = tuple[tuple[int, ...], torch.dtype]  # (shape, data type)
 
-_BLOCK = 1 << 20  # `checksum` adds up so many bytes of a tensor before it computes a CRC
+_BLOCK = 1 << 20  # `checksum` adds up blocks of this size, in bytes, and computes the CRC of the sums
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 

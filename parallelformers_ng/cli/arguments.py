@@ -30,9 +30,7 @@ def count(text: str) -> int:
 
 
 def checked(check: Callable[[str], object]) -> Callable[[str], str]:
-    """Return a function for argparse's `type=` that returns its text unchanged if `check` accepts the text.
-
-    A ParallelError of `check` becomes argparse's error."""
+    """Return a function for argparse's `type=` that returns its text unchanged if `check` raises no ParallelError."""
 
     def convert(text: str) -> str:
         try:

@@ -71,8 +71,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """All fields, medians and bandwidth shares, for JSON.
 
-        "median" is "prefill" or "decode" → "2 ranks" or "one process" → tokens per second. "bandwidth_share" is
-        "2 ranks" or "one process" → share of the bandwidth.
+        For example, `["median"]["decode"]["2 ranks"]` is in tokens per second; `["bandwidth_share"]["2 ranks"]` ≤ 1.
         """
         medians = {
             task: {name: statistics.median(values) for name, values in figures.items()}

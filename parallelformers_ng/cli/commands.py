@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ParallelError, OSError, ValueError) as error:
         print(f"parallelformers-ng: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # the slow import of torch is inside this `try`, too
+    except KeyboardInterrupt:  # the user may press Ctrl-C while `command` still imports torch
         return 130
 
 

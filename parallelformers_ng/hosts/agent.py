@@ -45,10 +45,8 @@ def machine() -> str:
 
 
 def purpose(what: str, number: int, token: bytes) -> bytes:
-    """Return the text that tells an accepting process what a new connection is for.
-
-    `what` is "rank" or "leader" (first rank of a host), `number` the rank or host number, and `token` is of the group.
-    """
+    """Return the text that tells an accepting process what a new connection is for: a rank of the group, or the
+    "leader" (first rank) of a host, with the number of the rank or host."""
     return f"{what} {number} {token.hex()}".encode()
 
 
@@ -81,8 +79,7 @@ def accept_each(
 def serve(link: Connection, address: Address, key: bytes, number: int, name: str = "") -> None:
     """Start and control the ranks of one group on this host until the group or its caller has ended.
 
-    `link` is the connection to the caller; the function closes it. If ranks cannot be started, the caller gets the
-    error.
+    `link` is the connection to the caller, which gets the error if ranks cannot be started. The function closes it.
     """
     connection, session = link
     control = SignedChannel(connection, session)
@@ -108,7 +105,7 @@ def serve(link: Connection, address: Address, key: bytes, number: int, name: str
 
 @dataclass(eq=False)
 class _Agent:
-    """Controller of the ranks of one group on this host, on the commands of the caller."""
+    """Starts, controls and ends the ranks of one group on this host, as the caller commands."""
 
     _address: Address
     _key: bytes
@@ -160,7 +157,6 @@ class _Agent:
 
     def _links(self, deadline: float, opened: contextlib.ExitStack) -> dict[int, tuple[Any, ...]]:
         """Connect the first rank of this host to the first ranks of all other hosts; return host number → connection.
-
         The host connects to hosts with lower numbers, and accepts connections from hosts with higher numbers."""
         links: dict[int, tuple[Any, ...]] = {}
         own_purpose = purpose("leader", self._number, self._token)

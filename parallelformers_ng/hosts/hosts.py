@@ -214,7 +214,7 @@ class Hosts:
         self._resets.release()
 
     def _abort_others(self, host: Host, generation: int, reason: str) -> None:
-        """Abort the collectives on all hosts except `host`, unless the arenas were reset after reset `generation`."""
+        """Abort the collectives on all hosts except `host`. A report from before the last reset has no effect."""
         with self._steering:
             for other in self._hosts if generation == self._generation else ():
                 if other is not host:

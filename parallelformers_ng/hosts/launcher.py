@@ -26,8 +26,7 @@ class Launcher:
         Args:
             device: "cpu" or "cuda", the type of the ranks' devices. With "cuda", the first devices that an agent sees
                 must be the devices of its ranks.
-            check: function that raises an error if waiting has become useless; the method must call `check` a few
-                times each second while it waits.
+            check: function that raises if waiting has become useless; the method must call it a few times a second.
 
         Returns:
             (listener to which the agents connect, number of ranks of each host).
@@ -41,6 +40,5 @@ class Launcher:
         """Release the resources of the ended group. Further calls do nothing. By default, do nothing.
 
         Args:
-            patient: whether to wait until the agents end by themselves. False if a host is lost, so that its agent may
-                not know that the group has ended.
+            patient: whether to wait until the agents end by themselves; False if a host is lost.
         """

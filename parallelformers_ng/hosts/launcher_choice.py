@@ -21,8 +21,8 @@ class Elsewhere:
     """How a launcher (torchrun or Ray) starts the ranks, if this process does not start them itself.
 
     Attributes:
-        make: function that makes the `Hosts` of one group; its argument is the number of consecutive ranks that must
-            share a host.
+        make: function from the number of consecutive ranks that must share a host to the `Hosts` of one group.
+        count: number of ranks, or None for the default.
         devices: number of CUDA devices, used to choose between CUDA and CPU; 0 if the number is unknown.
         each: function from (number of ranks, "cpu" or "cuda") to the number of ranks of each host, because a pipeline
             stage must not span hosts.
@@ -37,8 +37,7 @@ class Elsewhere:
 def elsewhere(num_gpus: int | None, options: WorkerOptions, fit: FitOptions) -> Elsewhere | None:
     """Choose the launcher by `options.launcher`; None if this process starts the ranks itself.
 
-    In a torchrun job, the function returns only in the process of rank 0. All other processes serve that process, and
-    end here.
+    In a torchrun job, the function returns only in the process of rank 0; all other processes end in it.
     """
     if options.launcher == "torchrun" or (options.launcher == "auto" and torchrun.is_running()):
         count = torchrun.world_size(num_gpus)

@@ -129,9 +129,8 @@ class RayHosts(Launcher):
         return self._ray.util.placement_group_table(self._placed)["bundles_to_node_id"]
 
     def _devices(self, bundles: int, deadline: float, check: Check) -> dict[int, list[str]]:
-        """Return the GPU ids that Ray has reserved for each bundle, by bundle index.
-
-        Only a task that runs in a bundle can read them, so the method runs a task in each bundle."""
+        """Return the GPU ids that Ray has reserved for each bundle, by bundle index. Only a task that runs in a bundle
+        can read them, so the method runs a task in each bundle."""
         task = self._ray.remote(reserved_devices)
         pending = {at: task.options(**self._in_bundle(at, self._width)).remote() for at in range(bundles)}
         while len(self._ray.wait(list(pending.values()), num_returns=bundles, timeout=_WAIT_SECONDS)[0]) < bundles:
@@ -183,7 +182,6 @@ def bundle_of(options: RayOptions, device: str, width: int) -> dict[str, Any]:
 
 def ranks_of_each(world_size: int, bundle: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> int:
     """Return the largest number of ranks per host, equal on all hosts, for which the cluster has room; at least 1.
-
     `bundle` has the resources of one rank."""
     rooms = [min(int(node.get(name, 0) // amount) for name, amount in bundle.items()) for node in nodes]
     widths = [width for width in range(1, world_size + 1) if world_size % width == 0]

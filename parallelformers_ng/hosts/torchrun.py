@@ -92,9 +92,8 @@ def _caller_address() -> Address:
 
 
 def _store() -> dist.Store:
-    """Return torchrun's key-value store, through which the caller publishes its address to the other nodes.
-
-    Anybody in the network can read and write the store, so write no secrets to it, and do not trust its data."""
+    """Return torchrun's key-value store, through which the caller publishes its address to the other nodes. Anybody in
+    the network can read and write the store, so write no secrets to it, and do not trust its data."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise StartupError("torchrun shares no store with its processes; unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
     store = dist.TCPStore(os.environ["MASTER_ADDR"], _number("MASTER_PORT"), is_master=False)

@@ -43,10 +43,10 @@ class MovedLayer:
         """Start asynchronous copies of the weights to the device. Runs in the thread of the forward pass."""
 
     def enter(self) -> None:
-        """Make the copies on the device the module's parameters. Runs in the thread of the forward pass."""
+        """Set the device copies of the weights as the module's parameters. Runs in the thread of the forward pass."""
 
     def leave(self) -> None:
-        """Make the offloaded weights the module's parameters again. Runs in the thread of the forward pass."""
+        """Set the offloaded weights as the module's parameters again. Runs in the thread of the forward pass."""
 
 
 class MappedLayer(MovedLayer):

@@ -65,7 +65,7 @@ def read_ahead(stretch: Stretch) -> None:
 
 def evict(stretch: Stretch) -> None:
     """Free the memory of a range of mapped pages. Values that were written to them are lost; errors are ignored."""
-    libc().madvise(*stretch, _PAGEOUT)  # fails for other users' files; then the kernel chooses pages to free
+    libc().madvise(*stretch, _PAGEOUT)  # fails for other users' files, whose pages the kernel frees later
     libc().madvise(*stretch, _DONTNEED)
 
 
@@ -87,7 +87,7 @@ def make_huge(tensors: Iterable[Tensor]) -> threading.Thread | None:
 
     def collapse() -> None:
         for start, length in whole:
-            for at in range(start, start + length, _PIECE):  # in chunks, so that a failure affects only one chunk
+            for at in range(start, start + length, _PIECE):  # `madvise` in chunks, so that an error ends only one
                 libc().madvise(at, min(_PIECE, start + length - at), _COLLAPSE)
         kept.clear()
 

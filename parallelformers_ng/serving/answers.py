@@ -29,8 +29,7 @@ class Detokenizer:
         self._context, self._read = 0, 0
 
     def add(self, tokens: Sequence[int], last: bool = False) -> str:
-        """Add tokens, and return the new text. An incomplete UTF-8 character at the end waits for more tokens, or for
-        `last`."""
+        """Add tokens, and return the new text. An incomplete UTF-8 character waits for more tokens, unless `last`."""
         self._tokens += tokens
         before = self._decode(self._tokens[self._context : self._read])
         now = self._decode(self._tokens[self._context :])

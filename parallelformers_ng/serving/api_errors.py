@@ -71,7 +71,7 @@ def api_error(error: Exception) -> ApiError:
         return bad_request(message, code="context_length_exceeded")
     if isinstance(error, BatchingError):
         return ApiError(503, f"{str(error).partition('; ')[0]}; send the request again later", code="overloaded")
-    if isinstance(error, TimeoutError):  # the server's time limit or the model's
+    if isinstance(error, TimeoutError):  # a time limit of the server or of the model has passed
         message = "the request reached its time limit; ask for fewer tokens, or send the request again later"
         return ApiError(503, message, code="timeout")
     if isinstance(error, ParallelError):  # a worker failed; workers restart if possible, so a later request may succeed

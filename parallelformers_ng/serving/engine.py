@@ -191,7 +191,7 @@ class Engine:
         config.update(max_length=None, **settings)
         config.eos_token_id = sorted(job.ends)
         if config.pad_token_id is None:
-            config.pad_token_id = next(iter(self.ends), 0)  # transformers requires one, though nothing is padded
+            config.pad_token_id = next(iter(self.ends), 0)  # `generate` requires a pad token, but pads nothing
         return config
 
 

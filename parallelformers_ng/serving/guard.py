@@ -215,7 +215,7 @@ class AccessGuard:
 
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         response = error.response()
-        response.headers["Connection"] = "close"  # the rest of the request stays unread
+        response.headers["Connection"] = "close"  # because the server does not read the rest of the request
         app: ASGIApp = response
         if self._options.cors:  # without CORS headers, a page of another origin could not read the error
             app = CORSMiddleware(response, allow_origins=self._options.cors)

@@ -43,7 +43,7 @@ CLIENT_WENT = 499
 
 @dataclass(eq=False)
 class AnswerMetrics:
-    """Token counts of one answer, and times of its events by `time.monotonic`, 0 before the event."""
+    """Token counts of one answer, and times of its events (`time.monotonic`); a time is 0 until the event."""
 
     prompt: int = 0  # number of prompt tokens; 0 until the model is called
     tokens: int = 0

@@ -108,7 +108,7 @@ class Grammar(LogitsProcessor):
             bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
             allowed = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().bool()[: scores.shape[-1]]
         allowed = allowed.to(scores.device)
-        # If min_tokens forbids the end token, and the grammar allows only that token, the grammar has priority.
+        # If min_tokens forbids the only token that the grammar allows (the end token), the grammar has priority.
         if not bool(scores[:, allowed].isfinite().any()):
             scores = torch.zeros_like(scores)
         return scores.masked_fill(~allowed, -torch.inf)

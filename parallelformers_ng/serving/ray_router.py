@@ -14,7 +14,7 @@ from ray.serve.request_router import RequestRouter
 
 
 class FewestRequests(RequestRouter):
-    """Router of one Ray Serve proxy that sends each request to the replica with the fewest requests from this proxy.
+    """Router in a Ray Serve proxy that sends each request to the replica with the fewest requests from this proxy.
 
     Ray Serve's own router prefers replicas on the proxy's host. That router also uses outdated request counts, so that
     simultaneous requests go to the same replica. Ray Serve calls all methods of this class.

@@ -118,8 +118,7 @@ class GuidedFields(Fields):
     grammar: str | None = None
 
     def constraint(self, forced: Constraint | None = None) -> Constraint | None:
-        """Return the request's constraint on the answer, or `forced`, which replaces `response_format`. More than one
-        constraint is an error."""
+        """Return the only constraint on the answer (several raise an error); `forced` replaces `response_format`."""
         guides = [forced]
         if self.response_format is not None and forced is None:
             guides.append(self.response_format.constraint())

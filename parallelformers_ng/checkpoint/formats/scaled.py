@@ -208,7 +208,6 @@ def torchao(stored: StoredTensors) -> dict[str, Node]:
 
 def _bits_of(data: Mapping[str, Any]) -> int:
     """Return the bits of an integer of a torchao tensor: 1 to 4 if `target_dtype` is int1 to int4, otherwise 8.
-
     `target_dtype` is the name of a data type, or a mapping with the name under `_data`."""
     target = data.get("target_dtype")
     name = str(target.get("_data") if isinstance(target, Mapping) else target).removeprefix("torch.")

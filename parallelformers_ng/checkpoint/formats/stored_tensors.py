@@ -104,7 +104,7 @@ class StoredTensors:
                 raise self.damaged(f"{name} is {tensor.dtype} and has no {ending}")
 
     def refuse_left(self, endings: Iterable[str]) -> None:
-        """Raise CheckpointError if `state` still has a name with one of `endings`: for example scales without weight."""
+        """Raise CheckpointError if `state` still has a name with one of `endings`, for example scales of no weight."""
         for name in self.state:
             if name.endswith(tuple(endings)):
                 raise self.damaged(f"{name} belongs to no quantized weight")
@@ -177,9 +177,8 @@ class StoredTensors:
     def _as_stored(
         self, name: str, values: Node, scales: Node, blocks: Sequence[Blocks], encoding: Encoding
     ) -> Decoded:
-        """Return an expression for a weight that ranks can hold quantized.
-
-        Ranks need a scale for each output, so the scale of a block of several outputs is repeated."""
+        """Return an expression for a weight that ranks can hold quantized. Ranks need a scale for each output, so the
+        scale of a block of several outputs is repeated."""
         shape, dim = values.shape, encoding.dim % len(values.shape)
         # This cast of the scales is exact, because the new data type contains all values of the stored data type.
         wide: Any = LazyTensor(scales).to(self.dtype if encoding.kind == "int4" else torch.float32)
