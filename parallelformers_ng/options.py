@@ -251,8 +251,8 @@ class FitOptions:
             world_size: number of ranks.
 
         Raises:
-            ParallelError: `ratio` has more or fewer numbers than there are ranks or stages, or `stages` raises the
-                error.
+            ParallelError: `ratio` has more or fewer numbers than there are ranks or stages, or `world_size` ranks
+                cannot be divided into stages.
         """
         ratio = self.ratio or ()
         count, unit = (self.stages(world_size), "stages") if self.has_stages else (world_size, "ranks")

@@ -150,7 +150,7 @@ def _swapped(node: Operation, size: int, dim: int) -> int:
 
 
 def _across(node: Operation, size: int, dim: int) -> int | None:
-    """Return the encoded dimension, which stays `dim`; None if the operation joins or splits along it."""
+    """Return `dim`, along which elements share a scale; None if the operation joins or splits tensors along `dim`."""
     place = 2 if "split" in node.name else 1
     along = node.args[place] if len(node.args) > place else 0
     return None if along % size == dim else dim

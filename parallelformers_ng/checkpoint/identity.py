@@ -68,7 +68,8 @@ def _fill(original: torch.Tensor, values: torch.Tensor) -> None:
     changed them meanwhile, they are newer and stay."""
     if not original.nbytes or original.dtype != values.dtype:
         original.data = values
-    elif not is_written(original) and not torch.equal(original, values):  # unequal, as writes invalidate graphs
+    # Equal values are not written, because each write increases `_version`, which invalidates autograd graphs.
+    elif not is_written(original) and not torch.equal(original, values):
         with torch.no_grad():
             original.copy_(values)
 

@@ -118,7 +118,7 @@ def open_source(
     cls = source.model_class or class_of(config, location, source.trust_remote_code)
     plain = functools.partial(on_meta, cls, config)
     state = _contents(location, dtype or config.dtype or torch.bfloat16, plain, dequantize)
-    vars(config).pop("quantization_config", None)  # the lazy weights appear unquantized
+    vars(config).pop("quantization_config", None)  # lazy weights appear unquantized
     built = model_of(cls, config, location, state, dtype="auto" if dtype is None else dtype, **source.options)
     built.config.name_or_path = built.name_or_path = location.path
     if built.can_generate():

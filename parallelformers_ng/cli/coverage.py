@@ -57,7 +57,7 @@ class Verification:
         model_class, world_size: class name of the model; number of ranks.
         equal: whether the outputs of the sharded twin and the whole twin match.
         source: source of the policies: "custom", "written" or "inferred", joined by "+".
-        cut_share: fraction of the bytes of tensors that could be sharded that the policy shards, from 0 to 1.
+        cut_share: sharded bytes divided by the bytes of all tensors that could be sharded, from 0 to 1.
         rules: rule → number of the model's tensors that the rule shards.
         whole: name of a replicated tensor that could be sharded → its size in bytes, largest first.
         tried: failed attempts to find a policy, with reasons.

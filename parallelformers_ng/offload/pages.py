@@ -87,7 +87,7 @@ def make_huge(tensors: Iterable[Tensor]) -> threading.Thread | None:
 
     def collapse() -> None:
         for start, length in whole:
-            for at in range(start, start + length, _PIECE):  # `madvise` in chunks, so that an error ends only one
+            for at in range(start, start + length, _PIECE):  # one `madvise` per chunk, so that an error stops only that
                 libc().madvise(at, min(_PIECE, start + length - at), _COLLAPSE)
         kept.clear()
 

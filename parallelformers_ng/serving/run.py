@@ -80,7 +80,7 @@ class Server(uvicorn.Server):
 
     def _end(self) -> None:
         if self._app.in_flight:
-            threading.Thread(target=self._abandon, daemon=True).start()  # running requests get an error
+            threading.Thread(target=self._abandon, daemon=True).start()  # ends the ranks, so requests fail
         self.should_exit = True
 
 

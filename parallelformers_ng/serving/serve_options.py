@@ -99,7 +99,7 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not self.model:
             raise ParallelError("no model is set; pass a model folder or a name on the Hugging Face hub")
-        for name, value in vars(self).items():  # "" may come from an unset shell variable, not from the user
+        for name, value in vars(self).items():  # refuse "", which may come from an unset shell variable
             if value == "" or (isinstance(value, list) and "" in value):
                 raise ParallelError(f"{name} is empty; set a value, or leave the option out")
         for name, allowed in _ALLOWED.items():

@@ -216,7 +216,7 @@ class CompletionShape(Shape):
         logprobs["tokens"].append(text(token))
         logprobs["token_logprobs"].append(each and max(each.logprob, _MIN_LOGPROB))
         logprobs["top_logprobs"].append(each and {text(other): logprob for other, logprob in each.top})
-        logprobs["text_offset"].append(self._characters[index])  # in characters, as OpenAI counts
+        logprobs["text_offset"].append(self._characters[index])  # in characters, as in OpenAI's API
         self._characters[index] += len(self._decoders[index].decode(raw))
 
 
