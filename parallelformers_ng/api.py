@@ -101,9 +101,9 @@ def parallelize(
             CPU ranks; on CUDA, "cuda_graphs" for calls whose output type stays the same, until a capture fails.
         batching: decode concurrent calls of `generate` together: True, False, "auto", `BatchingOptions`, or a dict of
             its fields (`{"rows": 8}`). A call that cannot share a batch (beams, several prompts, a given cache, a
-            model whose tokens would change) waits for its turn and runs alone. Each concurrent sampling call without
-            `seed=` gets a random seed. "auto": True from the first two concurrent calls on; on CUDA ranks, only if the
-            decode steps become CUDA graphs.
+            model whose tokens would change) waits for its turn and runs alone. A concurrent sampling call without
+            `seed=` draws its own seed from the model's random stream. "auto": True from the first two concurrent calls
+            on; on CUDA ranks, only if the decode steps become CUDA graphs.
         seed: 64-bit seed of the model's own random stream; by default sampling uses the caller's torch generator.
         prove: accept custom policies only if sharded and whole outputs of a tiny random copy of the model match. The
             check takes seconds of one core, once for each policy, configuration and number of ranks. False: no check.
@@ -249,7 +249,7 @@ def plan(
         AlreadyParallelizedError: the model is parallelized already.
         PolicyError: a policy does not fit the model.
         ParallelError: an argument has a wrong value, or the limits of `fit` are too small for the model.
-        PlacementError: `num_gpus` is less than 1, or the model has fewer layers than there are stages.
+        PlacementError: `num_gpus` is less than 1, or the model cannot be divided into so many stages.
         CheckpointError: the model is quantized, and its quantization configuration or a tensor is wrong.
         UnsupportedPlatformError: `max_memory` has no size for "cpu", and the system does not report free memory.
     """

@@ -29,7 +29,7 @@ def balanced_device_map(
     """Return a `device_map` for `from_pretrained` that keeps the load of the fullest device as small as possible.
 
     Each device gets consecutive modules. The load of a device is the bytes of its weights and key/value cache, divided
-    by its share. Modules in `_no_split_modules` stay whole. Tied weights stay on the same device.
+    by its share. Modules of the classes in `_no_split_modules`, and tied weights, stay on one device.
 
     Args:
         model_or_config: a model on any device (also `meta`), or a configuration.

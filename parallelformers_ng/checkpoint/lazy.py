@@ -124,7 +124,7 @@ class RemoteTensor(LazyTensor):
         elif func is torch.Tensor.data_ptr:
             raise _refusal("data_ptr()", args[0], "needs its address in this process")
         elif func is torch.Tensor.share_memory_:
-            return args[0]  # nothing to do: a remote tensor can already be sent to other processes
+            return args[0]  # nothing to do: the values are already in memory that several processes can read
         elif func in _BEYOND_OPERATORS:
             whole = values(args[0])
             if func is torch.Tensor.__deepcopy__:  # `copy.deepcopy` keeps `whole` alive in the memo
