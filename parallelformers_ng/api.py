@@ -102,8 +102,8 @@ def parallelize(
         batching: decode concurrent calls of `generate` together: True, False, "auto", `BatchingOptions`, or a dict of
             its fields (`{"rows": 8}`). A call that cannot share a batch (beams, several prompts, a given cache, a
             model whose tokens would change) waits for its turn and runs alone. A concurrent sampling call without
-            `seed=` draws its own seed from the model's random stream. "auto": True from the first two concurrent calls
-            on; on CUDA ranks, only if the decode steps become CUDA graphs.
+            `seed=` gets its own seed, derived from the random stream (see `seed`). "auto": True from the first two
+            concurrent calls on; on CUDA ranks, only if the decode steps become CUDA graphs.
         seed: 64-bit seed of the model's own random stream; by default sampling uses the caller's torch generator.
         prove: accept custom policies only if sharded and whole outputs of a tiny random copy of the model match. The
             check takes seconds of one core, once for each policy, configuration and number of ranks. False: no check.
