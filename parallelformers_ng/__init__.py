@@ -1,6 +1,6 @@
 """Run a Hugging Face model that is too big or too slow for one GPU, with one line of Python.
 
-Public names load on first use. A worker also imports this package, and must watch its parent before torch has loaded.
+Public names load on first use. So a worker, which imports this package too, watches its parent before torch has loaded.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ _HOMES = {
 
 
 def _find_policies() -> None:
-    """Import the policies of a git clone, whose folder `policies/` is beside this package.
+    """Import the policies from the folder `policies/` beside this package, if this package is in a git clone.
 
-    Python started in a clone imports this package from the clone, even if another copy is installed.
+    Python that is started in a clone imports this package from the clone, even if another copy is installed.
     """
     package = os.path.dirname(os.path.abspath(__file__))
     policies = os.path.join(os.path.dirname(package), "policies")

@@ -82,7 +82,7 @@ def parallelize(
         weights: directory or model id with the weights of a model on `meta`. The model is put in evaluation mode.
         model_class: class of the model to load from a path; by default the class that the configuration names.
         dtype: data type to cast floating-point weights to ("bfloat16", torch.bfloat16, …); must agree with `fp16`.
-            None or "auto": the data type that `from_pretrained` chooses, or the model's own.
+            None or "auto": for a path, the data type that `from_pretrained` chooses; otherwise the model's own.
         custom_policies: a Policy class or a list of Policy classes, tried before the policies of this library.
         adapters: for a path: adapter name → directory or hub name of a peft adapter to load, like `load_adapter`; the
             first adapter is active.
@@ -101,9 +101,9 @@ def parallelize(
             CPU ranks; on CUDA, "cuda_graphs" for calls whose output type stays the same, until a capture fails.
         batching: decode concurrent calls of `generate` together: True, False, "auto", `BatchingOptions`, or a dict of
             its fields (`{"rows": 8}`). A call that cannot share a batch (beams, several prompts, a given cache, a
-            model whose tokens would change) runs alone, in its turn. Concurrent sampling calls without `seed=` draw
-            seeds. "auto": True from the first two concurrent calls on; on CUDA ranks, only if the decode steps become
-            CUDA graphs.
+            model whose tokens would change) waits for its turn and runs alone. A concurrent sampling call without
+            `seed=` gets its own seed, derived from the random stream (see `seed`). "auto": True from the first two
+            concurrent calls on; on CUDA ranks, only if the decode steps become CUDA graphs.
         seed: 64-bit seed of the model's own random stream; by default sampling uses the caller's torch generator.
         prove: accept custom policies only if sharded and whole outputs of a tiny random copy of the model match. The
             check takes seconds of one core, once for each policy, configuration and number of ranks. False: no check.
@@ -127,8 +127,8 @@ def parallelize(
         StartupError: a worker could not start. The model is unchanged.
         SharedMemoryError: the system has too little memory for the shards or the collectives. The model is unchanged.
         NotPortableError: changed code of the model cannot be sent to the workers. The model is unchanged.
-        GroupError: a worker raised an exception, ended or was too late, or the group of `workers` has ended. The model
-            is unchanged. An error that a worker raised also has its original type.
+        GroupError: a worker raised an exception, ended or missed a time limit, or the group of `workers` has ended. The
+            model is unchanged. An error that a worker raised also has its original type.
         ParallelError: an argument has a wrong value or an unknown name, the limits of `fit` are too small, or a hook of
             the model cannot run on the workers.
         UnsupportedPlatformError: the system is not Linux, `/proc` is missing, or gevent has patched Python. Or the
@@ -139,7 +139,7 @@ def parallelize(
     check_switches(fp16=fp16, prove=prove, progress=progress)
     if verbose not in (None, "simple", "detail"):
         raise ParallelError(f"verbose is {verbose!r}; it takes 'simple', 'detail' or None")
-    if seed is not None and (type(seed) is not int or not -(1 << 63) <= seed < 1 << 64):  # the limits of torch
+    if seed is not None and (type(seed) is not int or not -(1 << 63) <= seed < 1 << 64):  # as in `torch.manual_seed`
         raise ParallelError(f"seed is {seed!r}; it takes an integer of 64 bits, or None")
     options = WorkerOptions() if isinstance(workers, WorkerGroup) else read_options(WorkerOptions, workers, "workers")
     makers: list[functools.partial[WorkerGroup]] = []
@@ -179,7 +179,7 @@ def parallelize(
     try:
         if isinstance(workers, WorkerGroup):
             replicas.append(Replica(workers, None))
-        for maker in makers:  # the workers import torch while this process makes the plan
+        for maker in makers:  # workers start now, so that they import torch while this process makes the plan
             group = maker(wait=False)
             replicas.append(Replica(group, maker))
         dequantize = bits is not None and bits.dequantize
@@ -207,7 +207,7 @@ def parallelize(
             original.restore()
         raise
     settle(loaded, sharding)
-    if getattr(loaded, "is_quantized", False):  # this attribute alone would make save_pretrained fail
+    if getattr(loaded, "is_quantized", False):  # `save_pretrained` would refuse a model with this attribute
         loaded.hf_quantizer.remove_quantization_config(loaded)
     for replica in replicas if sharding.strategy == "tensor" else ():
         replica.steps = steps
@@ -249,7 +249,7 @@ def plan(
         AlreadyParallelizedError: the model is parallelized already.
         PolicyError: a policy does not fit the model.
         ParallelError: an argument has a wrong value, or the limits of `fit` are too small for the model.
-        PlacementError: `num_gpus` is less than 1, or the model has fewer parts than there are stages.
+        PlacementError: `num_gpus` is less than 1, or the model cannot be divided into so many stages.
         CheckpointError: the model is quantized, and its quantization configuration or a tensor is wrong.
         UnsupportedPlatformError: `max_memory` has no size for "cpu", and the system does not report free memory.
     """
@@ -272,7 +272,7 @@ def _source(
     model_class: type[PreTrainedModel] | None,
     options: Mapping[str, Any],
 ) -> Source | None:
-    """Return the checkpoint with the weights; None if the model has its weights.
+    """Return the checkpoint from which the workers read the weights; None if the weights are in memory already.
 
     Raises:
         ParallelError: `weights`, `model_class` or a load option has no effect on this model.
@@ -315,7 +315,7 @@ def _make_plan(
     budget: Budget | None,
     cpu_ranks: int,
 ) -> ShardPlan:
-    """Return the plan; `cpu_ranks` is the number of ranks of all replicas, or 0 for devices or several hosts."""
+    """Return the plan; `cpu_ranks` counts CPU ranks of all replicas on this machine, 0 on CUDA or several hosts."""
     check_model(model)
     ahead = bytes_ahead(model) if cpu_ranks and threads_of_rank(cpu_ranks) == 1 else 0
     shard_plan = make_plan(model, world_size, custom, dtype, fitting, quantize, ahead)

@@ -15,9 +15,7 @@ class ParallelError(Exception):
 
 
 class UnsupportedPlatformError(ParallelError):
-    """The workers cannot run here: for example, the system is not Linux, `/proc` is missing, or gevent has patched
-    Python.
-    """
+    """Workers cannot run on this system: it is not Linux, `/proc` is missing, or gevent has patched Python."""
 
 
 class UnsupportedModelError(ParallelError):
@@ -88,7 +86,7 @@ class RestartLimitError(GroupError):
 
 
 class RequestTimeoutError(GroupError, TimeoutError):
-    """A request did not finish before its deadline. If the workers were ended, the message says where each rank was."""
+    """A request missed its deadline. If the workers were killed, the message has each rank's position in the code."""
 
 
 class DeadlineExpiredError(RequestTimeoutError):
@@ -96,7 +94,7 @@ class DeadlineExpiredError(RequestTimeoutError):
 
 
 class ProtocolError(GroupError):
-    """A control message was malformed, too large or out of order. The receiver stopped decoding the message."""
+    """A message between two processes was malformed, too large or out of order. The receiver dropped the message."""
 
 
 class ChannelClosedError(GroupError):
@@ -112,11 +110,11 @@ class SharedMemoryError(GroupError):
 
 
 class CollectiveAbortedError(GroupError):
-    """A collective stopped because a rank raised an error, died or came too late, or because the group is ending."""
+    """A collective stopped because a rank raised an error, died or did not arrive, or because the group is ending."""
 
 
 class DivergedError(GroupError):
-    """Ranks that must agree have different results or are in different collectives. The results were discarded."""
+    """Ranks returned different results for a request, or entered different collectives. The results were discarded."""
 
 
 class WorkerError(GroupError):
@@ -149,9 +147,10 @@ class StaleCacheError(ParallelError):
 
 
 class StateLostError(ParallelError):
-    """What calls of a model have changed in the model is lost, or differs between workers. The message names it.
+    """Attributes that earlier calls changed in the model are lost, or differ between workers.
 
-    Calls raise this error until the program sets the named attributes again, or calls `accept_lost_state()`.
+    The message names the attributes. Calls raise this error until the program sets them again, or calls
+    `accept_lost_state()`.
     """
 
 
@@ -160,7 +159,7 @@ class RequestCancelledError(GroupError):
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean 'timeout'?)`, for the end of a message; "" if no known name is similar to `wrong`.
+    """Return the end of an error message, such as ` (did you mean 'timeout'?)`; "" if no known name is similar.
 
     Args:
         wrong: unknown name that the caller has used.

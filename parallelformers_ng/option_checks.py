@@ -17,7 +17,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MI
 
 
 def check_switches(**switches: Any) -> None:
-    """Check that arguments are True or False. Python would take the text "no" as true.
+    """Raise an error for arguments that are neither True nor False. Python would treat the text "no" as true.
 
     Args:
         switches: arguments by name.
@@ -48,12 +48,12 @@ def read_options(cls: type[_Options], options: _Options | Mapping[str, Any] | No
             `WorkerOptions` a PlacementError.
     """
     if isinstance(options, cls):
-        options = vars(options)  # a dataclass does not check its types by itself
+        options = vars(options)  # the fields are checked below, because a dataclass does not check types
     if options is None:
         return cls()
     if not isinstance(options, Mapping):
         raise ParallelError(f"{argument} is {options!r}; it takes {cls.__name__}(…) or a dict of its fields")
-    # dacite copies each value with the class of the value, which a defaultdict does not allow.
+    # dacite calls a mapping's class with (key, value) pairs, which fails for a defaultdict, so it gets plain dicts.
     values = {name: dict(value) if isinstance(value, Mapping) else value for name, value in options.items()}
     kinds = get_type_hints(cls)
     try:
@@ -69,7 +69,7 @@ def read_options(cls: type[_Options], options: _Options | Mapping[str, Any] | No
 
 
 def _no_switch(value: Any) -> Any:
-    """Refuse True and False as numbers. Python would take True as 1."""
+    """Raise an error for True and False, which Python would accept as the numbers 1 and 0."""
     if isinstance(value, bool):
         raise dacite.WrongTypeError(int, value)
     return value
@@ -79,7 +79,7 @@ _STRICTLY = dacite.Config(strict=True, type_hooks={int: _no_switch, float: _no_s
 
 
 def checked_seconds(seconds: Any, name: str) -> Seconds:
-    """Return `seconds` unchanged.
+    """Return `seconds` unchanged, or raise an error if the value is no valid time limit.
 
     Args:
         seconds: number of seconds to check.
@@ -121,7 +121,7 @@ CPU = "cpu"
 
 
 def sizes_in_bytes(max_memory: Mapping[int | str, int | str]) -> dict[int | str, int]:
-    """Return the sizes of the option `max_memory` in bytes.
+    """Convert the sizes of the option `max_memory` to bytes.
 
     Raises:
         ParallelError: a size is negative, or has no known unit.
@@ -133,7 +133,7 @@ def sizes_in_bytes(max_memory: Mapping[int | str, int | str]) -> dict[int | str,
 
 
 def check_devices(max_memory: Mapping[int | str, object], devices: Sequence[int]) -> None:
-    """Raise ParallelError unless `max_memory` has a size for each of the devices, and for no others but CPU."""
+    """Raise ParallelError unless the keys of `max_memory` are all numbers in `devices`, and at most "cpu" besides."""
     known = ", ".join(map(str, devices))
     for key in max_memory:
         if key != CPU and key not in devices:

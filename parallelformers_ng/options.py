@@ -104,8 +104,8 @@ class BatchingOptions:
         waiting: most calls that wait while all rows are in use; a further call raises BatchingError.
         prefill_patience: approximate milliseconds that decoding rows wait for one prefill step of new prompts. Short
             prompts run together; a longer prompt runs in chunks (chunked prefill). The measured speed of earlier
-            prompts decides the length of a chunk. If no row runs, a call waits at most half as long for calls that
-            other threads have begun.
+            prompts decides the length of a chunk. If no row runs, a call waits at most half as long, so that calls
+            from other threads can start in the same batch.
         prefix_tokens: tokens whose keys and values are kept from recent sequences, for prompts that begin with the
             same tokens; 0 keeps no keys and values.
         cache_tokens: most tokens in the caches of all rows, padding included; calls wait until their tokens fit. None:
@@ -192,7 +192,7 @@ class FitOptions:
             )
         if self.cache is not None and self.has_stages:
             raise ParallelError(f"cache is for strategy='tensor' so far, but fit's strategy is {self.strategy!r}")
-        sizes_in_bytes(self.max_memory or {})  # raises an error for an invalid size
+        sizes_in_bytes(self.max_memory or {})  # called only for its error for an invalid size
 
     @property
     def has_stages(self) -> bool:
@@ -207,13 +207,13 @@ class FitOptions:
     def over(self, counts: Sequence[int]) -> FitOptions:
         """Return the same options with `tensor` set so that each stage is on one host.
 
-        The options stay unchanged if not `is_open`, or if all ranks are on one host.
+        The method returns `self` if `is_open` is False, or if all ranks are on one host.
 
         Args:
             counts: number of ranks of each host.
 
         Raises:
-            ParallelError: the hosts' numbers of ranks have no common divisor above 1.
+            ParallelError: the numbers of ranks have no common divisor above 1.
         """
         if not self.is_open or len(counts) == 1:
             return self
@@ -229,7 +229,7 @@ class FitOptions:
         """Return the number of stages of `world_size` ranks; 1 if the strategy has no stages.
 
         Raises:
-            ParallelError: `tensor` is not set, does not divide `world_size`, or makes only one stage of all ranks.
+            ParallelError: `tensor` is not set, does not divide `world_size`, or equals `world_size`: a single stage.
         """
         if self.is_open:
             raise ParallelError(
@@ -251,8 +251,8 @@ class FitOptions:
             world_size: number of ranks.
 
         Raises:
-            ParallelError: `ratio` has more or fewer numbers than there are ranks or stages, or `stages` refuses
-                `world_size`.
+            ParallelError: `ratio` has more or fewer numbers than there are ranks or stages, or `world_size` ranks
+                cannot be divided into stages.
         """
         ratio = self.ratio or ()
         count, unit = (self.stages(world_size), "stages") if self.has_stages else (world_size, "ranks")
@@ -267,7 +267,7 @@ class QuantizeOptions:
 
     Attributes:
         scheme: "int8": 8-bit integers with a scale for each output, the format of torchao's `Int8WeightOnlyConfig()`.
-            "int4": 4-bit integers with a scale for 32 inputs of an output, the format of
+            "int4": 4-bit integers with a scale for every 32 inputs of an output, the format of
             `IntxWeightOnlyConfig(torch.int4, PerGroup(32))`. "fp8": 8-bit e4m3 floats with a scale for each output,
             the format of `Float8WeightOnlyConfig()`.
         group: number of inputs of an output that share a scale; by default the scheme's number.
@@ -299,7 +299,7 @@ class QuantizeOptions:
 
     @property
     def block(self) -> int | None:
-        """Number of inputs of an output that share a scale; None for all inputs, or without a scheme."""
+        """Number of inputs of an output that share a scale; None if each output has one scale, or without a scheme."""
         return self.group or SCHEMES.get(str(self.scheme))
 
 
@@ -313,7 +313,7 @@ OF_A_MODEL = ("restart", "max_restarts", "restart_window", "replicas", "host_cop
 
 
 def read_quantize(quantize: Any) -> QuantizeOptions | None:
-    """Return the options that the argument `quantize` of `parallelize` stands for; None for no quantization.
+    """Convert the argument `quantize` of `parallelize` to `QuantizeOptions`; None for no quantization.
 
     Args:
         quantize: `QuantizeOptions`, a dict of its fields, the name of a scheme, a torchao config, or None.
@@ -330,9 +330,9 @@ def read_quantize(quantize: Any) -> QuantizeOptions | None:
 
 
 def _of_torchao(config: Any) -> QuantizeOptions:
-    """Return the options with the same scheme as a torchao config.
+    """Convert a torchao config to `QuantizeOptions` with the same scheme.
 
-    The function compares the config's class name and values, so that this library need not import torchao.
+    The function compares the name of the config's class and its values, so that this library need not import torchao.
     """
     values = {name: str(value) for name, value in vars(config).items()}
     kind, granularity = type(config).__name__, type(getattr(config, "granularity", None)).__name__

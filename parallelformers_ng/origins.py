@@ -25,21 +25,20 @@ def package_of(part: Any) -> str:
 
 
 def is_library(module: str) -> bool:
-    """Whether a module is a library's: of the standard library, or in `site-packages` and not editable."""
+    """Whether a module is library code, not the user's: in the standard library, `CORE`, or `site-packages`."""
     package = module.partition(".")[0]
     if package in CORE or package in sys.stdlib_module_names:
         return True
     loaded = sys.modules.get(module) or sys.modules.get(package)
-    # An editable package is imported from its checkout. A namespace package has no file.
+    # The file of an editable install is not in site-packages. A namespace package has no `__file__`, only `__path__`.
     file = getattr(loaded, "__file__", None) or next(iter(getattr(loaded, "__path__", ())), "")
     is_installed = "/site-packages/" in file or "/dist-packages/" in file
-    return is_installed and package != "__main__"  # the file of `__main__` may be a tool that runs the user's code
+    return is_installed and package != "__main__"  # `__main__` is the user's, even if pytest runs it
 
 
 def is_known(part: Any) -> bool:
-    """Whether a module, class or function is of a package whose computations the policies take into account.
+    """Whether a module, class or function belongs to a package in `KNOWN`, for whose code the policies are written.
 
-    A class of another library may compute anything. So stock code and the state of objects are judged by this function,
-    and the code of that library is still a library's: the contract freezes it.
+    Code of other libraries may compute anything, so the checks for custom modeling code treat it like the user's code.
     """
     return package_of(part) in KNOWN

@@ -28,8 +28,8 @@ def balanced_device_map(
 ) -> dict[str, int | str]:
     """Return a `device_map` for `from_pretrained` that keeps the load of the fullest device as small as possible.
 
-    Each device gets consecutive modules. The load of a device is its bytes, embedding and head included, divided by its
-    share. A module that transformers does not split stays on one device. Tied weights stay on the same device.
+    Each device gets consecutive modules. The load of a device is the bytes of its weights and key/value cache, divided
+    by its share. Modules of the classes in `_no_split_modules`, and tied weights, stay on one device.
 
     Args:
         model_or_config: a model on any device (also `meta`), or a configuration.
@@ -43,8 +43,8 @@ def balanced_device_map(
         Path of a module, or of a parameter outside of the listed modules → device.
 
     Raises:
-        PlacementError: `num_devices` is not a positive integer, the model has too few parts for the devices, or
-            `device_ids` has a different length.
+        PlacementError: `num_devices` is not a positive integer, the model has too few modules for the devices, or
+            the length of `device_ids` is not `num_devices`.
         ParallelError: `ratio`, `batch` or `length` is invalid.
         UnsupportedModelError: transformers has no class for the configuration.
     """
@@ -76,7 +76,7 @@ def balanced_device_map(
 
 
 def _tied_homes(unit_tensors: dict[str, Sizes]) -> dict[str, str]:
-    """Map each unit to the first unit of its group. Units with a common tensor are tied."""
+    """Map each module that must stay whole to the first module with which it is tied: they share a tensor."""
     homes: dict[str, str] = {}
     owners: dict[Hashable, str] = {}
     for unit, tensors in unit_tensors.items():
@@ -88,7 +88,7 @@ def _tied_homes(unit_tensors: dict[str, Sizes]) -> dict[str, str]:
 
 
 def _cache_bytes(model: PreTrainedModel, batch: int, length: int) -> dict[str, int]:
-    """Map the path of each attention module of the decoder to the bytes of its keys and values."""
+    """Map the path of each attention module of the decoder to the bytes of its key/value cache."""
     config = model.config.get_text_config(decoder=True)
     queries = getattr(config, "num_attention_heads", None)
     if not length or not model.can_generate() or not queries:
@@ -102,11 +102,11 @@ def _cache_bytes(model: PreTrainedModel, batch: int, length: int) -> dict[str, i
     for path, module in model.named_modules():
         index = getattr(module, "layer_idx", None)
         if is_within(path, start) and isinstance(index, int) and index < len(layers) and _is_attention(module):
-            tokens = getattr(layers[index], "max_cache_len", 0)  # a layer without keys and values has no length
+            tokens = getattr(layers[index], "max_cache_len", 0)  # layers without KV cache count 0
             cache_bytes[path] = 2 * batch * tokens * heads * width * model.dtype.itemsize
     return cache_bytes
 
 
 def _is_attention(module: torch.nn.Module) -> bool:
-    """Distinguish an attention from the decoder layer that contains it, and that also has a `layer_idx`."""
+    """Whether a module with a `layer_idx` is an attention, not a decoder layer: no submodule has a `layer_idx`."""
     return not any(isinstance(getattr(part, "layer_idx", None), int) for part in module.modules() if part is not module)

@@ -24,7 +24,7 @@ from parallelformers_ng.sharding.tensor_plan import TensorPlan
 
 @dataclass(eq=False)
 class Decoded(Computed):
-    """A weight in high precision, dequantized from the nodes of stored numbers and scales, `parts`."""
+    """A weight in high precision that is dequantized when it is read; `parts` are its quantized numbers and scales."""
 
     encoding: Encoding
     parts: tuple[Node, Node]
@@ -37,7 +37,7 @@ class Decoded(Computed):
         if dim not in cut:
             return self.encoding.decode(read(numbers, rest, rank), scale, self.dtype)
         pieces = []
-        for start, stop in cut[dim]:  # read whole bytes, then drop the elements outside of the range
+        for start, stop in cut[dim]:  # a byte may hold two elements: read whole bytes, then drop the elements outside
             first, last = _widened(start, stop, per_byte)
             stored = read(numbers, {**rest, dim: ((first // per_byte, last // per_byte),)}, rank)
             own = scale if scale.shape[dim] == 1 else scale.index_select(dim, torch.arange(first, last) // block)
@@ -47,7 +47,7 @@ class Decoded(Computed):
 
 @dataclass(eq=False)
 class EncodedPart(ByLines):
-    """The quantized numbers or the scales of a weight, computed from the weight in high precision."""
+    """The quantized numbers of a weight, or its scales (`is_scales`), which are quantized when they are read."""
 
     encoding: Encoding
     weight: Node
@@ -72,7 +72,7 @@ class EncodedPart(ByLines):
             return self._of(read_copy(self.weight, cut, rank))
         each = self.weight.shape[dim] // self.shape[dim]
         pieces = []
-        for start, stop in cut[dim]:  # read whole blocks, then drop the results outside of the range
+        for start, stop in cut[dim]:  # a scale needs its whole block: read whole blocks, then drop results outside
             first, last = _widened(start * each, stop * each, self.encoding.block)
             piece = self._of(read_copy(self.weight, {**cut, dim: ((first, last),)}, rank))
             pieces.append(piece.narrow(dim, start - first // each, stop - start))
@@ -84,15 +84,15 @@ class EncodedPart(ByLines):
 
 
 def _widened(start: int, stop: int, block: int) -> Range:
-    """Return the smallest range of whole blocks that contains a range."""
+    """Return the smallest range that contains `start` to `stop` and begins and ends at multiples of `block`."""
     return start // block * block, -(-stop // block) * block
 
 
 def stored_nodes(plan: ShardPlan, name: str, node: Node) -> dict[str, Node]:
-    """Return storage name → node, for the tensors that ranks hold for one tensor of the model.
+    """Return what ranks hold for one tensor of the model: storage name → expression that reads it from the checkpoint.
 
-    A tensor that the plan quantizes becomes two tensors: numbers and scales. Numbers and scales that are stored in the
-    plan's format stay as they are.
+    A tensor that the plan quantizes becomes two: quantized numbers and scales. If the checkpoint has both in the plan's
+    format, they are read as they are.
     """
     encoding = plan.quantized.get(name)
     if encoding is None:
@@ -111,10 +111,10 @@ def stored_nodes(plan: ShardPlan, name: str, node: Node) -> dict[str, Node]:
 
 
 def stored_encoding(node: Node) -> Decoded | None:
-    """Return a node that dequantizes a stored quantized weight; None if the weight is not stored quantized.
+    """Find the quantized numbers and scales in a checkpoint from which `node` is computed; None if there are none.
 
-    The weight may be cast, transposed, split, or joined from several quantized tensors (experts). A split or a join
-    along the encoded dimension gives None.
+    `node` may be cast, transposed, split, or joined from several quantized tensors (experts). The result is also None
+    for a split or a join along the dimension whose elements share a scale.
     """
     if isinstance(node, Decoded):
         return node
@@ -135,7 +135,7 @@ def stored_encoding(node: Node) -> Decoded | None:
         return Decoded(node.shape, node.dtype, encoding, stored[0].parts)
 
     def passed(which: int, per: int) -> Operation:
-        """Apply the node's operation to the numbers (0) or to the scales (1), each for `per` elements of the weight."""
+        """Apply the operation to the numbers (`which` 0) or scales (1), of which each holds `per` weight elements."""
         shape, sources = list(node.shape), [each.parts[which] for each in stored]
         shape[dim] //= per
         args = (sources if stacked else sources[0], *node.args[1:])
@@ -150,7 +150,7 @@ def _swapped(node: Operation, size: int, dim: int) -> int:
 
 
 def _across(node: Operation, size: int, dim: int) -> int | None:
-    """Return `dim`; None if the operation joins or splits along `dim`."""
+    """Return `dim`, along which elements share a scale; None if the operation joins or splits tensors along `dim`."""
     place = 2 if "split" in node.name else 1
     along = node.args[place] if len(node.args) > place else 0
     return None if along % size == dim else dim
@@ -161,9 +161,9 @@ def _stacked(node: Operation, size: int, dim: int) -> int:
     return dim + (along <= dim)
 
 
-# Operations that may run on numbers and scales instead of on the weight. The function of an operation takes the node,
-# the number of dimensions of an operand, and the operand's encoded dimension. The function returns the encoded
-# dimension of the result; None if the operation cannot run on numbers and scales.
+# Torch operations that can run on quantized numbers and scales instead of on the weight. The function of an operation
+# takes the operation, its operand's number of dimensions, and the dimension of the operand along which elements share a
+# scale. The function returns that dimension of the result; None if the operation needs the dequantized weight.
 _PASSED: dict[str, Callable[[Operation, int, int], int | None]] = {
     "aten._to_copy.default": lambda node, size, dim: dim,
     "aten.t.default": _swapped,
@@ -177,7 +177,7 @@ _PASSED: dict[str, Callable[[Operation, int, int], int | None]] = {
 
 
 def whole_node(plan: ShardPlan, tensor: TensorPlan, node_of: Callable[[TensorPlan], Node]) -> Node:
-    """Return the node of a whole tensor of the model, dequantized if ranks hold quantized numbers and scales."""
+    """Return an expression that reads a whole tensor of the model, dequantized if the ranks hold it quantized."""
     parts = plan.parts(tensor.name)
     if len(parts) == 1:
         return node_of(parts[0])

@@ -36,7 +36,7 @@ _DTYPES = {
 DTYPE_NAMES = dict(zip(_DTYPES.values(), _DTYPES, strict=True))
 
 _END_BYTES = 1 << 16
-_OF_ONE_PROCESS = ("_close", "_mapping", "_state")  # attributes of a `CheckpointFile` that are not pickled
+_OF_ONE_PROCESS = ("_close", "_mapping", "_state")  # not pickled, as valid in one process only
 
 
 class CheckpointFile:
@@ -75,7 +75,7 @@ class CheckpointFile:
         raise NotImplementedError
 
     def maps(self, key: str) -> bool:
-        """Return whether `tensor(key)` certainly returns a view of the mapped file."""
+        """Return whether `tensor(key)` is sure to return a view of the mapped file, not a copy."""
         return False
 
     def release(self, key: str) -> None:
@@ -86,11 +86,11 @@ class CheckpointFile:
         """
 
     def name_to_open(self) -> str:
-        """Return a path at which this process can open the same file. On another host, a missing file is downloaded
-        from the hub."""
+        """Return a path at which this process can open the file that the first process has open. On another host, a
+        missing file is downloaded from the hub."""
         if self._seen_from != mounts():
             return self._name_elsewhere()
-        for name in (self._descriptor_path, self.path):  # a container may forbid access to /proc/PID/fd
+        for name in (self._descriptor_path, self.path):  # try both: a container may forbid access to /proc/PID/fd
             if os.access(name, os.R_OK) and _identity(name) == self._identity:
                 return name
         raise CheckpointError(f"{self.path} has changed since the model was loaded from it; load the model again")
@@ -98,11 +98,11 @@ class CheckpointFile:
     def _name_elsewhere(self) -> str:
         name = self.path
         if not os.access(name, os.R_OK) and self._in_cache is not None:
-            # The path within the cache is models--org--name/snapshots/commit/file.
+            # A path in the hub's cache has the form models--org--name/snapshots/commit/file.
             repository, _, commit, file = self._in_cache.split(os.sep, 3)
             try:
                 name = hf_hub_download(repository.removeprefix("models--").replace("--", "/"), file, revision=commit)
-            except (OSError, ValueError) as error:  # network or hub errors, offline mode
+            except (OSError, ValueError) as error:  # the network or the hub fails, or the offline mode is on
                 raise CheckpointError(
                     f"{self._in_cache} is not in the hub's cache on host {socket.gethostname()} and cannot be"
                     f" downloaded: {error}"
@@ -130,7 +130,7 @@ class SafetensorsFile(CheckpointFile):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
         try:
-            # The reference reader checks that sizes, offsets and the length of the file agree.
+            # Opening the file with safetensors checks that sizes, offsets and the length of the file agree.
             with safetensors.safe_open(self.path, framework="pt"):
                 pass
             with open(self.path, "rb") as file:
@@ -224,14 +224,14 @@ def open_file(path: str | os.PathLike[str]) -> CheckpointFile:
 
 
 def mounts() -> tuple[str, str]:
-    """Return boot id and mount namespace. Processes with equal results see the same files under the same paths."""
+    """Return (boot id, mount namespace). Processes with equal results see the same files under the same paths."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/mnt")
 
 
 def _look(path: str) -> tuple[int, int]:
-    """Return the size of a file, and a checksum of its first and last 64 KiB.
+    """Return the size of a file, and a checksum of its first and last 64 KiB, to compare files on different hosts.
 
-    A safetensors file begins with its header, and a `.bin` file ends with the checksums of its tensors.
+    These parts suffice: a safetensors file begins with its header, and a `.bin` file ends with CRCs of its tensors.
     """
     with open(path, "rb") as file:
         start = file.read(_END_BYTES)

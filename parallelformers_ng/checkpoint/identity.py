@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Attribute of a tensor whose values have left: an object that has the tensor's original content meanwhile.
+# While a tensor's values are on the workers, this attribute keeps the tensor's original content, as another tensor.
 _ORIGINAL = "_parallelformers_ng_original"
 _VERSION = "_parallelformers_ng_version"
 _OF_CONTENT = ("node", "_is_param")
@@ -20,14 +20,15 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def become(tensor: Any, new: Any, keeps_values: bool = False) -> None:
-    """Replace the content of a parameter or buffer; its attributes, hooks, gradient and `requires_grad` stay.
+    """Give a parameter or buffer the content of `new`; its attributes, hooks, gradient and `requires_grad` stay.
 
-    The original content comes back with the values, so an autograd graph from before stays valid.
+    If `new` has no values (`meta` or lazy), the original `TensorImpl` is kept, and a later call with values puts it
+    back. So autograd graphs that refer to the tensor stay valid.
 
     Args:
-        keeps_values: whether the original values stay in memory, because the program has a tensor that shares them.
+        keeps_values: whether the original values stay in memory, because another tensor of the program shares them.
     """
-    with torch._C.DisableTorchFunctionSubclass():  # each access to a `RemoteTensor` would take longer
+    with torch._C.DisableTorchFunctionSubclass():  # the override of `RemoteTensor` would slow each access down
         _become(tensor, new, keeps_values)
 
 
@@ -41,8 +42,8 @@ def _become(tensor: Any, new: Any, keeps_values: bool) -> None:
             original.requires_grad_(tensor.requires_grad)
         new, original = original, None
     leaves = _has_values(tensor) and not _has_values(new) and not tensor.is_inference()
-    # `torch.utils.swap_tensors` refuses weak references and autograd graphs. Both stay valid, because the content
-    # comes back.
+    # Not `torch.utils.swap_tensors`: it refuses tensors with weak references or in autograd graphs. Both stay valid
+    # here, because the original content comes back.
     torch._C._swap_tensor_impl(tensor, new)
     tensor.__class__, new.__class__ = new.__class__, tensor.__class__
     if leaves:
@@ -58,16 +59,17 @@ def _become(tensor: Any, new: Any, keeps_values: bool) -> None:
     for name, hook in hooks.items():
         setattr(tensor, name, hook)
     if tensor.is_leaf and tensor.device.type != "meta":
-        with contextlib.suppress(RuntimeError):  # a gradient of another data type
+        with contextlib.suppress(RuntimeError):  # torch refuses a gradient whose data type differs from the tensor's
             tensor.grad = gradient
 
 
 def _fill(original: torch.Tensor, values: torch.Tensor) -> None:
-    """Put values into an object with a tensor's original content. Values that stayed in memory and that the program has
-    changed meanwhile are newer."""
+    """Write values back into a tensor's original content. If the original values stayed in memory and the program has
+    changed them meanwhile, they are newer and stay."""
     if not original.nbytes or original.dtype != values.dtype:
         original.data = values
-    elif not is_written(original) and not torch.equal(original, values):  # a write would invalidate autograd graphs
+    # Equal values are not written, because each write increases `_version`, which invalidates autograd graphs.
+    elif not is_written(original) and not torch.equal(original, values):
         with torch.no_grad():
             original.copy_(values)
 
@@ -77,7 +79,7 @@ def original_of(tensor: torch.Tensor) -> Any:
 
 
 def is_written(original: torch.Tensor) -> bool:
-    """Return whether the program has changed, through another tensor, original values that stayed in memory."""
+    """Return whether the program has written to the original values since they were replaced (`_version` differs)."""
     return vars(original).get(_VERSION, original._version) != original._version
 
 
@@ -89,7 +91,7 @@ class SharedMemory:
         self._own = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors if _has_values(tensor))
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Return whether another tensor of the program has the memory of a tensor; the tensor must leave next."""
+        """Return whether tensors outside the model share the memory of `tensor`, which the caller replaces next."""
         if not _has_values(tensor):
             return False
         storage = tensor.untyped_storage()

@@ -32,12 +32,11 @@ _SAME_VALUES = ("aten.alias.default", "aten.detach.default", "aten.clone.default
 
 
 class LazyTensor(torch.Tensor):
-    """A CPU tensor without memory.
+    """A CPU tensor without memory: its `node` is an expression that computes its values from stored tensors.
 
-    A torch operation on lazy tensors returns lazy tensors and reads no values. Values are read by `torch.equal` of two
-    lazy tensors, and by a change of an ordinary tensor in place, for example `copy_`. Other uses of values, for example
-    `item`, raise RuntimeError. A change of a lazy tensor in place raises UnsupportedModelError. Errors of a read are
-    those of `reading.read`.
+    A torch operation on lazy tensors returns lazy tensors and reads no values. `torch.equal` of two lazy tensors, and
+    in-place operations that write to an ordinary tensor, such as `copy_`, read the values. Other uses of values, such
+    as `item`, raise RuntimeError. In-place operations on a lazy tensor raise UnsupportedModelError.
     """
 
     node: Node
@@ -51,7 +50,7 @@ class LazyTensor(torch.Tensor):
 
     @property
     def encoding(self) -> Encoding | None:
-        """Encoding of the stored numbers and scales, with `dim` as in this tensor; None if there are none."""
+        """Quantization format in which the checkpoint stores this tensor; None if it is not quantized."""
         stored = stored_encoding(self.node)
         return None if stored is None else stored.encoding
 
@@ -68,7 +67,7 @@ class LazyTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         name = str(func)
-        if name == "aten.detach.default":  # by far the most frequent
+        if name == "aten.detach.default":  # a shortcut, because loading calls `detach` most often by far
             return cls(args[0].node, args[0].stride())
         if name == "aten.equal.default" and all(isinstance(arg, LazyTensor) for arg in args):
             return args[0].node is args[1].node or _run(func, args, kwargs)
@@ -94,10 +93,10 @@ def turned(node: Node) -> Node:
 
 
 class RemoteTensor(LazyTensor):
-    """A weight on the workers, or a view of such a weight. Operations that make no view return ordinary tensors.
+    """A weight whose values are on the workers, or a view of one. Other operations than views return ordinary tensors.
 
-    Each operation that needs values fetches the values from the workers again, with the errors of `values`. An
-    operation that would change the weight, and `data_ptr`, raise ParallelError.
+    Each operation that needs values fetches them from the workers again. In-place operations on the weight, and
+    `data_ptr`, raise ParallelError.
     """
 
     @classmethod
@@ -107,7 +106,7 @@ class RemoteTensor(LazyTensor):
             if isinstance(tensor, RemoteTensor):
                 raise _refusal(f"{func._schema.name.partition('::')[2]}()", tensor)
         if func.is_view:
-            with torch.inference_mode(False):  # autograd sets the version of a view, which no inference tensor has
+            with torch.inference_mode(False):  # a view needs a version counter, which inference tensors do not have
                 return super().__torch_dispatch__(func, types, args, kwargs)
         return _run(func, args, kwargs)
 
@@ -125,10 +124,10 @@ class RemoteTensor(LazyTensor):
         elif func is torch.Tensor.data_ptr:
             raise _refusal("data_ptr()", args[0], "needs its address in this process")
         elif func is torch.Tensor.share_memory_:
-            return args[0]  # the weight is in memory that several processes can read
+            return args[0]  # nothing to do: the values are already in memory that several processes can read
         elif func in _BEYOND_OPERATORS:
             whole = values(args[0])
-            if func is torch.Tensor.__deepcopy__:  # not a method's call, because the memo has to keep `whole` alive
+            if func is torch.Tensor.__deepcopy__:  # `copy.deepcopy` keeps `whole` alive in the memo
                 return copy.deepcopy(whole, *args[1:])
             whole = whole.as_subclass(ReadOnlyTensor) if func in _SHARING else whole
             return getattr(whole, func.__name__)(*args[1:], **kwargs)
@@ -136,9 +135,9 @@ class RemoteTensor(LazyTensor):
             return func(*args, **kwargs)
 
 
-# Methods whose results share the memory of a tensor.
+# Methods whose results share the memory of a tensor, so a `RemoteTensor` gives them read-only values.
 _SHARING = (torch.Tensor.__array__, torch.Tensor.__dlpack__, torch.Tensor.numpy)
-# Methods that read the memory of a tensor without running a torch operator.
+# Methods that read the memory of a tensor without a torch operator, so `__torch_dispatch__` does not see them.
 _BEYOND_OPERATORS = (
     *_SHARING,
     torch.Tensor.__deepcopy__,
@@ -150,7 +149,7 @@ _BEYOND_OPERATORS = (
 
 
 def values(tensor: RemoteTensor) -> torch.Tensor:
-    """Return an ordinary CPU tensor with the values of a remote tensor; a parameter if `tensor` is a parameter."""
+    """Fetch the values of a remote tensor from the workers: an ordinary CPU tensor, or a parameter for a parameter."""
     with torch.no_grad():
         whole = read(tensor.node, {})
         if isinstance(tensor, torch.nn.Parameter):
@@ -176,7 +175,7 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _node(name: str, args: tuple, kwargs: dict, output: int | None, like: torch.Tensor) -> Node:
-    """Return the node of an operation's result; the operand's node if the operation changes no value."""
+    """Return the expression for an operation's result; the operand's own expression if the values do not change."""
     source = args[0]
     same = name in _SAME_VALUES or (name == "aten._to_copy.default" and source.shape == like.shape)
     if isinstance(source, LazyTensor) and source.dtype == like.dtype and same:

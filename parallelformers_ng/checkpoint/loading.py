@@ -31,15 +31,16 @@ from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensor_plan import TensorPlan
 from parallelformers_ng.sharding.tensors import all_tensors, get_tensor, set_tensor
 
-State = dict[str, LazyTensor]  # name in the checkpoint → unread tensor
+State = dict[str, LazyTensor]  # name in the checkpoint → lazy tensor that reads the values later
 
 
 class Checkpoint:
-    """The unread tensors of a model: for each tensor, the node that reads its bytes from checkpoint files.
+    """The tensors of a model that are read from checkpoint files.
 
     Args:
-        nodes: name of a parameter or buffer → node that reads the tensor. Tensors without a node are in memory.
-        copied: names in `nodes` of the tensors that the parent copies to memory and files that ranks map.
+        nodes: name of a parameter or buffer → expression that reads it. Tensors that are not in `nodes` are in memory.
+        copied: names in `nodes` of the tensors that the caller's process reads and copies to the `ShardStore`. The
+            ranks read all others themselves.
     """
 
     def __init__(self, nodes: Mapping[str, Node], copied: Collection[str] = ()) -> None:
@@ -57,18 +58,18 @@ class Checkpoint:
         return cls(nodes, [tensor.name for tensor in plan.stored() if _must_be_copied(tensor, plan, nodes)])
 
     def of_model(self, plan: ShardPlan) -> list[str]:
-        """Return the names of tensors that are not in files: missing parameters and computed buffers."""
+        """Return the names of tensors that are not in the checkpoint: missing parameters and computed buffers."""
         return [name for name, tensor in plan.tensors.items() if tensor.storage not in self.nodes]
 
     def as_stored(self, plan: ShardPlan) -> Checkpoint:
-        """Return the checkpoint of the tensors that ranks store: quantized numbers and scales for quantized tensors."""
+        """Return the checkpoint with quantized numbers and scales instead of each tensor that the plan quantizes."""
         nodes: dict[str, Node] = {}
         for name, node in self.nodes.items():
             nodes |= stored_nodes(plan, name, node)
         return Checkpoint(nodes, [part.name for name in self.copied for part in plan.parts(name)])
 
     def in_memory(self, plan: ShardPlan) -> ShardPlan:
-        """Return a plan with only the tensors that ranks do not read from checkpoint files."""
+        """Return a plan of only the tensors that ranks do not read from the checkpoint, but get from the caller."""
         tensors = {name: tensor for name, tensor in plan.tensors.items() if not self.is_read(tensor)}
         return dataclasses.replace(plan, tensors=tensors)
 
@@ -83,8 +84,8 @@ class Checkpoint:
 
 
 def _must_be_copied(tensor: TensorPlan, plan: ShardPlan, nodes: Mapping[str, Node]) -> bool:
-    """The parent copies a tensor if a rank on CPU offloads its shard to RAM, or if a rank offloads its shard to disk
-    and the checkpoint file does not contain the bytes of the shard in the same form."""
+    """Whether the caller's process must copy a tensor to the `ShardStore`: a CPU rank offloads its shard to RAM, or a
+    rank offloads its shard to disk and no contiguous range of the checkpoint file has the bytes of the shard."""
     if plan.tiers is None or tensor.name not in nodes:
         return False
     for rank, shard in enumerate(tensor.shards):
@@ -100,25 +101,24 @@ def _must_be_copied(tensor: TensorPlan, plan: ShardPlan, nodes: Mapping[str, Nod
 def open_source(
     source: Source, model: Any, dtype: torch.dtype | None = None, dequantize: bool = False
 ) -> PreTrainedModel:
-    """Return a model with unread weights, in evaluation mode: a new model, or `model` if the source has no
-    configuration.
+    """Return a model in evaluation mode whose weights are lazy tensors. No weights are read.
 
-    `quantization_config` is removed from the configuration. Other exceptions of transformers and of a checkpoint's code
-    are passed on.
+    If the source has a configuration, the model is new. Otherwise it is `model`, filled by `fill_skeleton`. The
+    function removes `quantization_config` from the configuration.
 
     Args:
         dtype: data type of the loaded weights; None for the default of `from_pretrained`, or for the data type of
             `model`.
-        dequantize: whether a weight may become high precision if no kernel can compute with its format.
+        dequantize: whether weights may be dequantized if no kernel can compute with their format.
     """
     location, config = source.location, source.config
     if config is None:
         fill_skeleton(model, location, dtype, dequantize)
-        return model.eval()  # like `from_pretrained`: otherwise dropout would change the outputs
+        return model.eval()  # `from_pretrained` does so too; dropout would change the outputs
     cls = source.model_class or class_of(config, location, source.trust_remote_code)
     plain = functools.partial(on_meta, cls, config)
     state = _contents(location, dtype or config.dtype or torch.bfloat16, plain, dequantize)
-    vars(config).pop("quantization_config", None)  # the unread weights are plain from here on
+    vars(config).pop("quantization_config", None)  # lazy weights appear unquantized
     built = model_of(cls, config, location, state, dtype="auto" if dtype is None else dtype, **source.options)
     built.config.name_or_path = built.name_or_path = location.path
     if built.can_generate():
@@ -138,7 +138,7 @@ def load_skeleton(
 
 
 def fill_skeleton(model: PreTrainedModel, location: Location, dtype: torch.dtype | None, dequantize: bool) -> None:
-    """Replace the `meta` tensors of a model by unread weights of a checkpoint. Tensors in memory stay."""
+    """Replace the `meta` tensors of a model by lazy tensors of a checkpoint. Tensors that have values stay."""
     state = _contents(location, dtype or model.dtype, lambda: model, dequantize)
     vars(model.config).pop("quantization_config", None)
     tensors = all_tensors(model_of(type(model), model.config, location, state, dtype=dtype or model.dtype))
@@ -154,7 +154,8 @@ def fill_skeleton(model: PreTrainedModel, location: Location, dtype: torch.dtype
 
 
 def _contents(location: Location, dtype: torch.dtype, plain: Callable[[], PreTrainedModel], dequantize: bool) -> State:
-    """Return the unread tensors of a checkpoint. Names are those of the plain model, even for quantized weights."""
+    """Return a checkpoint's tensors as lazy tensors. A quantized weight has the name and shape of its unquantized form.
+    `plain` makes the model without quantization, and `dtype` is the data type of dequantized weights."""
     if is_sharded_directory(location.directory):
         state = {name: LazyTensor(node) for name, node in open_sharded(location.directory).items()}
     else:
@@ -171,19 +172,19 @@ def _contents(location: Location, dtype: torch.dtype, plain: Callable[[], PreTra
 def model_of(
     cls: type[PreTrainedModel], config: PretrainedConfig, location: object, state: State, **options: Any
 ) -> PreTrainedModel:
-    """Build a model with unread weights. Other exceptions of transformers and of the model's code are passed on."""
+    """Build a model whose weights are lazy tensors, by `from_pretrained` with the state dict `state`."""
     ignores_shapes = options.get("ignore_mismatched_sizes", False)
     shows = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # the bar would count tensors that nobody reads yet
+    logging.disable_progress_bar()  # the bar would count lazy tensors, which are not read yet
     log = logging.get_logger("transformers.modeling_utils")
 
     def named(record: Any) -> bool:
-        """Insert the location in transformers' reports of missing and unexpected keys."""
+        """Insert the location of the checkpoint into a log record of transformers about missing or unexpected keys."""
         record.msg = str(record.msg).replace("from: None\n", f"from: {location}\n")
         return True
 
     log.addFilter(named)
-    # Below, another shape raises an error with the name of the file.
+    # The code below raises an error for mismatched sizes instead, with the name of the file.
     options = {"ignore_mismatched_sizes": True, **options, "output_loading_info": True}
     try:
         model, info = cls.from_pretrained(None, config=config, state_dict=state, **options)
@@ -194,7 +195,7 @@ def model_of(
         if shows:
             logging.enable_progress_bar()
     for name, actual, wanted in () if ignores_shapes else info["mismatched_keys"]:
-        # A tensor that is converted from several stored tensors has no single file: the error names the directory.
+        # If several stored tensors become one, the name is not in `state`, and the error names the whole checkpoint.
         where = _path_of(state[name], location) if name in state else location
         raise CheckpointError(f"{where} has shape {list(actual)} for {name}, but the configuration has {list(wanted)}")
     _refuse_flipped_names(info, state, location)
@@ -203,7 +204,7 @@ def model_of(
 
 
 def _refuse_flipped_names(info: Mapping[str, Any], state: State, location: object) -> None:
-    """Raise if a stored name differs from a missing name in one bit: the file is damaged."""
+    """Raise CheckpointError if a stored name differs from a missing name in one bit, because the file is damaged."""
     stored = state.keys() & info["unexpected_keys"]
     for name in info["missing_keys"]:
         for index, letter in enumerate(name):
@@ -216,7 +217,7 @@ def _refuse_flipped_names(info: Mapping[str, Any], state: State, location: objec
 
 
 def _refuse_codes(model: PreTrainedModel, info: Mapping[str, Any], state: State, location: object) -> None:
-    """Raise if weights are quantized, but the configuration does not describe their format."""
+    """Raise CheckpointError if the checkpoint stores quantized weights that its configuration does not describe."""
     lacking = {name.rpartition(".")[0] for name in info["missing_keys"]}
     unexpected = [name for name in info["unexpected_keys"] if name in state and name.rpartition(".")[0] in lacking]
     stored = {name: [state[name].node] for name in unexpected}

@@ -25,7 +25,7 @@ from parallelformers_ng.options import WorkerOptions
 _CANDIDATES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 _NONE_IF_ABSENT = {"_raise_exceptions_for_gated_repo": False, "_raise_exceptions_for_missing_entries": False}
 _OF_THE_MODEL = ("attn_implementation", "experts_implementation", "key_mapping", "ignore_mismatched_sizes")
-# Names of the arguments of `parallelize`.
+# Names of the arguments of `parallelize`, for error messages about unknown arguments.
 _ARGUMENTS = (
     "num_gpus", "fp16", "weights", "model_class", "dtype", "custom_policies", "adapters", "workers", "decode", "seed",
     "prove", "verbose", "progress", "quantize",
@@ -45,7 +45,7 @@ _INSTEAD = {
     "output_loading_info": "missing and unexpected keys are reported in the log",
     "low_cpu_mem_usage": "a process never loads more than its own part of the model",
     "load_options": "pass them as arguments: attn_implementation='eager'",
-    # arguments of older versions of parallelize, and of Parallelformers
+    # `parallelize` of older versions, or of Parallelformers, had the arguments below.
     "group": "pass workers=group",
     "compile": "pass decode='compile' or decode=CompileConfig(…)",
     "cuda_graphs": "pass decode='cuda_graphs'",
@@ -58,7 +58,7 @@ _INSTEAD = {
 
 @dataclass(frozen=True)
 class Location:
-    """Location of a checkpoint. Attributes that are not listed are arguments of `from_pretrained` of the same name.
+    """Location of a checkpoint: `path`, and the arguments of `from_pretrained` with the same names as the attributes.
 
     Attributes:
         variant: part of the file names, for example "fp16" for `model.fp16.safetensors`.
@@ -74,14 +74,14 @@ class Location:
 
     @property
     def download(self) -> dict[str, Any]:
-        """Arguments for transformers' functions that find or download a file."""
+        """Keyword arguments for transformers' functions that find or download a file, such as `cached_file`."""
         options = dataclasses.asdict(self)
         del options["path"], options["variant"]
         return {**options, "revision": self.revision or "main"}
 
     @property
     def directory(self) -> Path:
-        """Folder of the files of a local checkpoint; has no meaning for a model id of the hub."""
+        """Folder with the files of a local checkpoint; do not use it if `path` is a model id of the hub."""
         return Path(self.path) / self.subfolder
 
     def __str__(self) -> str:
@@ -97,8 +97,7 @@ class Source:
     """A checkpoint whose configuration has been read, and whose weights have not been read.
 
     Attributes:
-        config: configuration, with the attributes that the caller passed; None if the caller's model has a
-            configuration.
+        config: configuration with the caller's changes; None if the weights are for a model that the caller has built.
     """
 
     location: Location
@@ -109,16 +108,16 @@ class Source:
 
 
 def base_of_adapter(path: str | os.PathLike[str]) -> str | None:
-    """Return the path or hub id of the base model of a peft adapter in a directory; None if `path` has no adapter."""
+    """Return the path or hub id of the base model of the peft adapter in a directory; None if there is no adapter."""
     file = Path(path) / "adapter_config.json"
     return json.loads(file.read_text())["base_model_name_or_path"] if file.is_file() else None
 
 
 def refuse_options(options: Mapping[str, Any], why: str) -> None:
-    """Raise ParallelError for the first of some options that no model can use; return if there are no options.
+    """Raise ParallelError if there are options, because no model is loaded that could use them.
 
     Args:
-        why: reason why no model is loaded, as a clause after "… is for loading, and".
+        why: reason why no model is loaded, to follow "… is for loading, and" in the message.
     """
     for name in options:
         _refuse_by_name(name)
@@ -131,10 +130,9 @@ def refuse_options(options: Mapping[str, Any], why: str) -> None:
 def read_source(
     path: str, arguments: Mapping[str, Any], model_class: type[PreTrainedModel] | None = None, of_its_own: bool = True
 ) -> Source:
-    """Check arguments of `from_pretrained`, and read the configuration.
+    """Check arguments of `from_pretrained`, and read or download the configuration of a checkpoint.
 
-    The configuration of a model on the hub is downloaded if need be. With `trust_remote_code=True`, code of the
-    checkpoint may run, and its other exceptions are passed on, for example ImportError.
+    With `trust_remote_code=True`, the configuration code of the checkpoint may run, and may raise any exception.
 
     Args:
         of_its_own: whether the checkpoint provides the configuration. False if the caller's model on `meta` has a
@@ -145,7 +143,7 @@ def read_source(
     location = Location(path, **{name: arguments[name] for name in _WHERE if name in arguments})
     rest = {name: value for name, value in arguments.items() if name not in _WHERE}
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not location.directory.is_dir():  # transformers would look for a model of this name on the hub
+    if looks_local and not location.directory.is_dir():  # otherwise transformers would search the hub
         raise CheckpointError(f"{location} is no directory")
     if not of_its_own:
         refuse_options(rest, "the model is built already")
@@ -175,10 +173,10 @@ def _refuse_by_name(name: str) -> None:
 
 
 def stored_quantization(location: Location) -> dict[str, Any] | None:
-    """Return the quantization configuration of `config.json`; None if there is none, or if the file cannot be read."""
+    """Return `quantization_config` of a checkpoint's `config.json`; None if it or the file is missing."""
     try:
         config, _ = PreTrainedConfig.get_config_dict(location.path, **location.download)
-    except OSError:  # a directory with weights and without config.json
+    except OSError:  # the directory has weights but no config.json, so nothing says that they are quantized
         return None
     return config.get("quantization_config")
 

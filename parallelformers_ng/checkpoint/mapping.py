@@ -14,14 +14,14 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-# Without MAP_NORESERVE the kernel may refuse to map a file that is larger than the memory of the machine.
+# Flag MAP_NORESERVE: without it, the kernel may refuse to map a file that is larger than the memory of the machine.
 _MAP_NORESERVE = 0x4000
 _FLAGS, _ACCESS = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED = 0x10
-HUGE_PAGE = 2 << 20  # size of a huge page in bytes
+HUGE_PAGE = 2 << 20  # bytes of a huge page
 _FAILED = ctypes.c_void_p(-1).value
 
-# The memory of a mapped file; torch.frombuffer makes tensors of it, and keeps it.
+# A mapped file as a buffer; tensors that `torch.frombuffer` makes from the buffer keep the file mapped.
 Mapping = ctypes.Array[ctypes.c_char]
 
 
@@ -45,9 +45,9 @@ _FILES: dict[int, MappedFile] = {}
 
 
 def map_file(descriptor: int, size: int = 0) -> Mapping:
-    """Map a file copy-on-write. The caller may close the descriptor afterwards.
+    """Map a file copy-on-write, so that writes to the memory do not change the file.
 
-    Changes of the memory do not reach the file. `file_at` finds the mapping as long as it exists.
+    The caller may close the descriptor afterwards. `file_at` finds the mapping as long as it exists.
 
     Args:
         size: bytes to map from the beginning; 0 for the whole file.
@@ -76,7 +76,7 @@ def _unmap(start: int) -> None:
 
 
 def reserve(size: int, offset: int) -> int:
-    """Return the address of new memory, `offset` bytes after the start of a huge page."""
+    """Map `size` bytes of new memory, and return its address, which is `offset` bytes after a multiple of 2 MB."""
     room = size + HUGE_PAGE
     start = checked(libc().mmap(None, room, _ACCESS, _FLAGS | mmap.MAP_ANONYMOUS, -1, 0))
     before = (offset - start) % HUGE_PAGE
@@ -87,7 +87,7 @@ def reserve(size: int, offset: int) -> int:
 
 
 def put(start: int, size: int, descriptor: int, offset: int = 0) -> None:
-    """Map a part of a file copy-on-write at an address, instead of the pages that are there."""
+    """Map a part of a file copy-on-write at address `start`; the mapping replaces the pages that are there."""
     checked(libc().mmap(start, size, _ACCESS, _FLAGS | _MAP_FIXED, descriptor, offset))
 
 
@@ -99,7 +99,7 @@ def checked(address: int) -> int:
 
 @functools.cache
 def libc() -> Any:
-    """Return the C library. Its functions are called through ctypes, which releases the GIL during a call."""
+    """Return the C library through ctypes, which releases the GIL during each call."""
     library: Any = ctypes.CDLL(None, use_errno=True)
     pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     library.madvise.argtypes = [pointer, size, number]

@@ -20,9 +20,9 @@ log = logging.getLogger("parallelformers_ng")
 def class_of(
     config: PreTrainedConfig, location: Location | None = None, trust_remote_code: bool = False
 ) -> type[PreTrainedModel]:
-    """Return the model class that a configuration names; without a name, the class of transformers' auto mappings.
+    """Return the model class in `config.architectures`; if empty, the class that transformers' auto mappings choose.
 
-    If a checkpoint's configuration names no class, a warning in the log names the class of the auto mapping.
+    The function logs a warning if the auto mappings choose the class for a checkpoint.
     """
     names = list(config.architectures or ())
     where = location or type(config).__name__

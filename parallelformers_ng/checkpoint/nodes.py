@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_leaves
 from parallelformers_ng.sharding.partition import Range, width_of
 from parallelformers_ng.sharding.tensor_plan import Shard, TensorPlan
 
-_ELEMENTS = 1 << 21  # largest number of elements of a weight that are in high precision at the same time
+_ELEMENTS = 1 << 21  # limits the memory of dequantization, which runs on so many elements at a time
 
 
 @dataclass(eq=False)
 class Node:
-    """A tensor that may not have been read yet."""
+    """A lazy tensor expression: a stored tensor, or an operation on other nodes. `reading.read` evaluates it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -28,20 +28,19 @@ class Node:
 
 @dataclass(eq=False)
 class Leaf(Node, ABC):
-    """A stored tensor: a node without operands."""
+    """A tensor in a file, in memory or on a worker: a node without operands."""
 
     @abstractmethod
     def tensor(self) -> torch.Tensor:
         """Return the whole tensor, as a view of mapped memory if possible."""
 
     def release(self) -> None:
-        """Unmap the pages of this tensor if it is in a mapped file. A later read maps the pages again."""
+        """Free the memory of this tensor if it is in a mapped file. A later read reads the file again."""
 
 
 @dataclass(eq=False)
 class FetchedLeaf(Leaf):
-    """A stored tensor that `fetch` returns; every read calls the function and passes on its exceptions. `name` is for
-    messages."""
+    """A tensor that every read gets by calling `fetch`. Error messages show `name`."""
 
     fetch: Callable[[], torch.Tensor] = field(repr=False)
     name: str = ""
@@ -52,7 +51,7 @@ class FetchedLeaf(Leaf):
 
 @dataclass(eq=False)
 class Operation(Node):
-    """The result of a tensor operation.
+    """The result of a torch operation on other nodes.
 
     Attributes:
         name: name of the torch operation with its overload, for example "aten.cat.default".
@@ -67,10 +66,10 @@ class Operation(Node):
 
 @dataclass(eq=False)
 class ShardedNode(Node):
-    """A tensor that is stored as shards of ranks.
+    """A tensor that is stored as the shards of several ranks.
 
     Attributes:
-        parts: rank → (shard, node of the stored shard). Ranks whose shard is all zeros are left out.
+        parts: rank → (position of its shard in the tensor, node of the shard); no entry for a shard of zeros.
     """
 
     parts: dict[int, tuple[Shard, Node]]
@@ -78,7 +77,7 @@ class ShardedNode(Node):
 
 @dataclass(eq=False)
 class Computed(Node, ABC):
-    """A tensor whose parts are computed from parts of other nodes."""
+    """A tensor of which any part can be computed from parts of other nodes, for example by dequantization."""
 
     @property
     def sources(self) -> list[Node]:
@@ -91,29 +90,29 @@ class Computed(Node, ABC):
         Args:
             cut: dimension → wanted ranges along that dimension; the result joins the ranges. Dimensions that are not in
                 `cut` are wanted whole.
-            rank: rank whose shards are preferred if several ranks stored the same part; None for no preference.
+            rank: rank whose shard to read if several ranks stored the same part; None for any rank.
         """
 
 
 class ByLines(Computed):
-    """A tensor that is computed some lines at a time; a line is an index of one dimension.
+    """A tensor that is computed in chunks along the dimension `across`, to limit memory.
 
-    At most about 2²¹ elements are computed at the same time, but at least one line.
+    A chunk has at most about 2²¹ elements, but at least one index of the dimension.
     """
 
     @property
     def across(self) -> int:
-        """The dimension whose indices are the lines."""
+        """Dimension along which the tensor is computed in chunks."""
         return 0
 
     @property
     def elements(self) -> int:
-        """Number of elements in high precision if all lines are computed together."""
+        """Number of elements in high precision if the whole tensor is computed at once."""
         return math.prod(self.shape)
 
     @abstractmethod
     def lines(self, cut: dict[int, tuple[Range, ...]], rank: int | None) -> torch.Tensor:
-        """Return a part with one range of lines (`across` is in `cut`), in any data type that is exact for it."""
+        """Compute one chunk: `cut` has one range along `across`. The data type may differ if it loses no precision."""
 
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> torch.Tensor:
         dim = self.across
@@ -134,7 +133,7 @@ def leaf_of(tensor: torch.Tensor) -> FetchedLeaf:
 
 
 def of_ranks(tensor: TensorPlan, part: Callable[[int], torch.Tensor]) -> ShardedNode:
-    """Return a node for a tensor whose shards are on the ranks; every read calls `part` with the number of a rank.
+    """Return a node for a tensor whose shards are on the ranks. To read a shard, the node calls `part(rank)`.
 
     A replicated tensor is read from rank 0. Shards that are all zeros are not read.
     """
@@ -148,10 +147,10 @@ def of_ranks(tensor: TensorPlan, part: Callable[[int], torch.Tensor]) -> Sharded
 
 
 def parts(node: Node) -> Iterator[Node]:
-    """Yield a node, and all operands of its operations, recursively.
+    """Yield a node and, recursively, the operands of every `Operation`.
 
-    An operand of several operations is yielded several times. The shards of a `ShardedNode` and the sources of a
-    `Computed` node are left out.
+    An operand of several operations is yielded several times. The recursion does not descend into a `ShardedNode` or a
+    `Computed` node.
     """
     yield node
     if isinstance(node, Operation):
@@ -161,7 +160,7 @@ def parts(node: Node) -> Iterator[Node]:
 
 
 def leaves(node: Node, computed: bool = True) -> Iterator[Leaf]:
-    """Yield the stored tensors that a node reads.
+    """Yield the stored tensors from which a node is computed.
 
     Args:
         computed: whether to include the sources of `Computed` nodes, for example quantized numbers and scales.

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 
 from tqdm import tqdm
 
-Progress = Callable[[int], object]  # function that is called with the number of bytes since the last call
+Progress = Callable[[int], object]  # called with the number of bytes done since the last call
 
 log = logging.getLogger("parallelformers_ng")
-_SECONDS = 5.0  # seconds between two lines of the log, if standard error is no terminal
+_SECONDS = 5.0  # least time between two log lines, which replace the bar if standard error is no terminal
 
 
 @contextlib.contextmanager

@@ -27,12 +27,12 @@ from parallelformers_ng.sharding.adapters import with_layers, without_adapters
 from parallelformers_ng.sharding.casting import holds_plain_weights
 from parallelformers_ng.sharding.tensors import dotted
 
-# Attributes by which transformers recognizes a quantized model, which transformers refuses to save or move.
+# Attributes of a quantized model; while they exist, transformers refuses to save or move the model.
 _MARKS = ("hf_quantizer", "quantization_method", "is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit")
 
 
 def plain_counterpart(model: PreTrainedModel, dtype: torch.dtype | None, dequantize: bool) -> PreTrainedModel | None:
-    """Return a plain model with unread weights for a quantized model; None if the model is not quantized."""
+    """Return an unquantized copy of a quantized model, whose weights are lazy tensors; None for other models."""
     bare: Any = without_adapters(model)
     described = {name: tensor for name, tensor in bare.named_parameters() if hasattr(tensor, "tensor_data_names")}
     if not described and (not getattr(model, "is_quantized", False) or holds_plain_weights(bare)):
@@ -63,7 +63,7 @@ def plain_counterpart(model: PreTrainedModel, dtype: torch.dtype | None, dequant
 
 
 class ConvertedLayers:
-    """A quantized model whose quantized layers have been converted to plain layers, in place.
+    """Conversion of a model's quantized layers, in place, to the unquantized layers of `plain`; `restore` undoes it.
 
     Attributes:
         names: names of the parameters that the conversion added to the model.
@@ -101,13 +101,13 @@ class ConvertedLayers:
 
 
 def _unpacked(layer: nn.Module) -> bool:
-    """Return whether a layer of a plain model has a weight that is computed from quantized numbers and scales."""
+    """Return whether a layer of the unquantized copy has a weight that is dequantized from a quantized tensor."""
     tensors = layer._parameters.values()
     return any(isinstance(each, LazyTensor) and not isinstance(each.node, FetchedLeaf) for each in tensors)
 
 
 def _parts(state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names and tensors that a checkpoint of the model would contain: a torchao tensor is several tensors."""
+    """Yield the names and tensors as a checkpoint would store them: a torchao tensor becomes several plain tensors."""
     for name, tensor in state.items():
         if hasattr(tensor, "tensor_data_names"):
             path, _, short = name.rpartition(".")
@@ -122,7 +122,7 @@ def _names_of_parts(tensor: Any) -> list[str]:
 
 
 def _description(tensor: Any) -> dict[str, Any]:
-    """Return the description of a tensor as the header of a torchao checkpoint has it."""
+    """Describe a torchao tensor in the format of the header of a torchao checkpoint."""
     data: dict[str, Any] = {"block_size": list(getattr(tensor, "block_size", ()))}
     if hasattr(tensor, "target_dtype"):
         data["target_dtype"] = str(tensor.target_dtype)

@@ -20,14 +20,14 @@ _ARRAYS = (torch.Tensor.numpy, torch.Tensor.__array__)
 
 
 class ReadOnlyTensor(torch.Tensor):
-    """A tensor whose values cannot be changed through the tensor, a view of it or an array of NumPy.
+    """A tensor whose values cannot be changed, neither directly, nor through a view or a NumPy array of it.
 
-    A change raises ParallelError. Copies, results of operations, saved tensors and parameters made of the tensor are
-    ordinary.
+    In-place operations raise ParallelError. Copies, results of operations, saved tensors and parameters made from the
+    tensor are ordinary, writable tensors.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_is_param":  # `nn.Parameter` marks a tensor of a subclass so
+        if name == "_is_param":  # `nn.Parameter(tensor)` sets this attribute on a subclass to make it a parameter
             self.__class__ = torch.nn.Parameter  # type: ignore[assignment]
         else:
             super().__setattr__(name, value)
@@ -43,7 +43,7 @@ class ReadOnlyTensor(torch.Tensor):
             if func in _AS_PLAIN:
                 return func(args[0].as_subclass(torch.Tensor), *args[1:], **kwargs)
             sources = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, cls)]
-            addresses = {tensor.untyped_storage().data_ptr() for tensor in sources} - {0}  # empty tensors
+            addresses = {tensor.untyped_storage().data_ptr() for tensor in sources} - {0}  # 0 is any empty tensor
             with _Refusing(addresses):
                 result = func(*args, **kwargs)
             if func in _ARRAYS and result.ctypes.data == args[0].data_ptr():
@@ -64,7 +64,7 @@ class _Refusing(TorchDispatchMode):
 
 
 def written(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """Return the tensors that an operator would write to, as its schema says."""
+    """Return the arguments of a torch operator that it would write to, according to its schema."""
     by_name = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     names = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
     leaves = tree_leaves([by_name[name] for name in by_name if name in names])

@@ -21,17 +21,17 @@ from parallelformers_ng.checkpoint.nodes import Computed, Leaf, Node, Operation,
 from parallelformers_ng.sharding.partition import Range, width_of
 from parallelformers_ng.sharding.tensor_plan import WHOLE, Shard
 
-# Strides may differ between recording and reading, so a recorded view may need a copy when it is read.
+# These run as `reshape`: a `view` that was valid for the lazy tensor may need a copy, because strides can differ.
 _RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 
-# A wanted part of a tensor: dimension → ranges along it, joined in order. A dimension without ranges is wanted whole.
+# A part of a tensor: dimension → ranges along it, which are concatenated. Dimensions without an entry are whole.
 Cut = dict[int, tuple[Range, ...]]
 
-View = Callable[[torch.Tensor], torch.Tensor]  # function that returns another view of a tensor
+View = Callable[[torch.Tensor], torch.Tensor]  # makes a view, such as a transpose or a slice
 
 
 def run(node: Operation, operand: Callable[[Node], torch.Tensor]) -> torch.Tensor:
-    """Run an operation on whole operands, and return the whole result."""
+    """Run a torch operation on whole tensors, which `operand` returns for its operands, and return the whole result."""
     args, kwargs = tree_map_only(Node, operand, (node.args, node.kwargs))
     operation: Any = functools.reduce(getattr, node.name.split("."), torch.ops)
     result = operation(*args, **kwargs)
@@ -42,20 +42,20 @@ def unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-# An operand, a function on views, and the part of the operand to read. For an operation with one operand, the function
-# turns the part of the operand into the part of the result. For an operation that joins tensors, the function returns
-# the operand's place in the result.
+# (operand, function, part of the operand to read). For an operation with one operand, the function turns that part into
+# the wanted part of the result. For an operation that joins tensors, the function returns the view of the result into
+# which that part belongs.
 Piece = tuple[Node, View, Cut]
 
-# -- operations with one operand, for cuts with one range per dimension --------------------------------------------
+# -- Views and casts: which part of the operand is needed for a part of the result? --------------------------------
 
 
 def _view(node: Operation, cut: Cut) -> Piece | None:
-    """Return the part of the operand of a view that selects, cuts or reorders dimensions; None for an empty part.
+    """Find out which part of its operand a view (transpose, slice, select, …) needs for the part `cut` of its result.
 
-    The operation runs on an operand without memory whose dimensions have unlike strides. So the strides and the offset
-    of the result say which dimensions of the operand the result shows, and from where on. None is also returned for a
-    view that leaves out indices at regular distances.
+    The operation runs on a `meta` operand whose dimensions have different strides. So the strides and the storage
+    offset of the result tell which dimensions of the operand the result has, and where they begin. The function returns
+    None for an empty part, and for a slice with a step: then the whole operand must be read.
     """
     source = node.args[0]
     widths = [width_of(cut.get(dim, ((0, size),))) for dim, size in enumerate(node.shape)]
@@ -81,8 +81,8 @@ def _view(node: Operation, cut: Cut) -> Piece | None:
     return source, lambda part: part.permute(order).reshape(widths), below
 
 
-# Name of an operation → function that returns the part of the operand to read for a cut of the result. The cut has one
-# range per dimension. The function returns None if the operation must run on the whole operand.
+# Name of an operation → function from (operation, wanted part of its result) to the part of the operand to read. The
+# wanted part has one range per dimension. The function returns None if the operation must run on the whole operand.
 _TRANSPARENT: dict[str, Callable[[Operation, Cut], Piece | None]] = {
     "aten._to_copy.default": lambda node, cut: (node.args[0], lambda part: part.to(node.dtype), cut),
     "aten.t.default": _view,
@@ -97,7 +97,7 @@ _TRANSPARENT: dict[str, Callable[[Operation, Cut], Piece | None]] = {
     "aten.unsqueeze.default": _view,
 }
 
-# -- operations that join tensors: any cut of the result is divided over the operands ------------------------------
+# -- cat and stack: which parts of the operands are needed for a part of the result? -------------------------------
 
 
 def _cat(node: Operation, cut: Cut) -> Iterator[Piece]:
@@ -135,16 +135,15 @@ _JOINS: dict[str, Callable[[Operation, Cut], Iterator[Piece]]] = {
 def read_shard(
     node: Node, shard: Shard, rank: int | None = None, *, copy: bool = True, rows_apart: bool = False
 ) -> torch.Tensor:
-    """Return one rank's part of a tensor: a view of the stored tensor if possible, else a copy.
+    """Read one rank's shard of a tensor: a view of the stored tensor if possible, else a copy.
 
-    The result is contiguous, except with `copy=False` or `rows_apart=True`. Pages that were copied are unmapped. A part
-    that the plan fills with zeros is a new tensor.
+    The result is contiguous, except with `copy=False` or `rows_apart=True`. After a copy, the memory of the source is
+    freed. A shard of zeros is a new tensor.
 
     Args:
-        copy: whether a view that is not contiguous is copied. A caller that passes False copies the result itself, and
-            then releases the node.
-        rows_apart: whether a view of a matrix with contiguous rows may be returned, even if the matrix is not
-            contiguous.
+        copy: whether to copy a view that is not contiguous. A caller that passes False must copy the result itself,
+            and then call `release(node)`.
+        rows_apart: whether the result may be a view of a matrix whose rows are contiguous, but not the whole matrix.
     """
     shape = shard.shape(node.shape)
     if shard.zero or 0 in shape:
@@ -162,7 +161,7 @@ def read_shard(
 
 
 def lies_in_file(node: Node, shard: Shard, rank: int) -> bool:
-    """Return whether one rank's part of a tensor is a contiguous range of a mapped file, so that no copy is needed."""
+    """Return whether a rank's shard is a contiguous range of a mapped file, so that the rank needs no copy of it."""
     if isinstance(node, ShardedNode) and rank in node.parts and node.parts[rank][0] == shard:
         node, shard = node.parts[rank][1], WHOLE
     if shard.zero or not isinstance(node, FileLeaf) or not node.file.maps(node.key):
@@ -171,11 +170,11 @@ def lies_in_file(node: Node, shard: Shard, rank: int) -> bool:
 
 
 def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
-    """Return part of a tensor, on CPU: a view of the stored tensor if possible, with any strides, else a copy.
+    """Read a part of a tensor, on CPU: a view of the stored tensor if possible, with any strides, else a copy.
 
     Args:
-        cut: the part; an empty cut means the whole tensor.
-        rank: rank whose shards are preferred if several ranks stored the same part; None for no preference.
+        cut: part to read; {} for the whole tensor.
+        rank: rank whose shard to read if several ranks stored the same part; None for any rank.
     """
     cut = _without_whole(cut, node.shape)
     if isinstance(node, Leaf):
@@ -199,7 +198,7 @@ def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
 
 
 def is_read_in_parts(node: Node) -> bool:
-    """Return whether the cost of reading a part of a tensor is about proportional to the size of the part."""
+    """Return whether reading a part of a tensor reads only that part, not whole operands of some operation."""
     if isinstance(node, Operation):
         operands = [part for part in tree_leaves(node.args) if isinstance(part, Node)]
         return (node.name in _TRANSPARENT or node.name in _JOINS) and all(map(is_read_in_parts, operands))
@@ -207,7 +206,7 @@ def is_read_in_parts(node: Node) -> bool:
 
 
 def read_copy(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
-    """Return a contiguous copy of part of a tensor, and unmap the pages that were read."""
+    """Return a contiguous copy of a part of a tensor, and free the mapped memory that was read."""
     widths = {dim: width_of(ranges) for dim, ranges in cut.items()}
     shape = [widths.get(dim, size) for dim, size in enumerate(node.shape)]
     out = torch.empty(shape, dtype=node.dtype, device="cpu")
@@ -216,7 +215,7 @@ def read_copy(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
 
 
 def write(node: Node, cut: Cut, out: torch.Tensor, rank: int | None = None) -> None:
-    """Write part of a tensor into `out`, one stored piece at a time, and unmap the pages of each piece."""
+    """Copy a part of a tensor into `out`, one stored tensor at a time, and free the mapped memory of each."""
     cut = _without_whole(cut, node.shape)
     if isinstance(node, ShardedNode) or (isinstance(node, Operation) and node.name in _JOINS):
         pieces = _pieces(node, cut, rank) if isinstance(node, ShardedNode) else _JOINS[node.name](node, cut)
@@ -263,7 +262,8 @@ def _pieces(node: ShardedNode, cut: Cut, rank: int | None) -> list[Piece]:
 
 
 def _find(parts: Sequence[tuple[Shard, Node]], start: int, stop: int) -> tuple[Node, int, int]:
-    """Return the first shard that contains position `start`, the offset of `start` in it, and the length to read."""
+    """Find the first shard that contains index `start`. Return (its node, the index in the shard, the number of indices
+    up to `stop` that the shard has)."""
     for shard, source in parts:
         offset = 0
         for first, last in shard.ranges:

@@ -39,8 +39,8 @@ def write_pretrained(
     """Write an ordinary checkpoint of a model whose weights are not in this process, one tensor at a time.
 
     Files get temporary names until all weights are written, so an error while writing weights does not damage an
-    earlier checkpoint in `directory`. The index is written after the weights. Afterwards the weight files of an earlier
-    save are deleted.
+    earlier checkpoint in `directory`. The index is written after the weights. At the end, the weight files of the
+    earlier checkpoint are deleted.
     """
     directory.mkdir(parents=True, exist_ok=True)
     state = {name: _shape_of(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -79,7 +79,7 @@ def write_pretrained(
         index_path.unlink(missing_ok=True)
     sharded_directory.write_configs(model, directory)
     for file in directory.glob(f"{stem}*.safetensors"):
-        # Delete weight files of an earlier save: `from_pretrained` might read them instead of the new files.
+        # Delete weight files of an earlier save, because `from_pretrained` might read them instead of the new files.
         if file.name not in split.filename_to_tensors and re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?", file.stem):
             file.unlink()
 
@@ -89,7 +89,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shape_of(tensor: Any) -> Any:
-    """Return a `meta` tensor for a tensor on workers, so that transformers finds ties without reading weights."""
+    """Replace a tensor on the workers by a `meta` tensor, so that transformers finds ties without reading weights."""
     return torch.empty_like(tensor, device="meta") if isinstance(tensor, RemoteTensor) else tensor
 
 

@@ -34,10 +34,10 @@ from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensor_plan import Shard, TensorPlan
 
 INDEX_NAME = "parallelformers_ng.index.json"
-_PLAIN, _QUANTIZED = 1, 2  # versions of the index: version 2 also lists the quantized tensors
+_PLAIN, _QUANTIZED = 1, 2  # versions of the index; only version 2 can list quantized tensors
 _OWN_FILE = re.compile(r"(rank-\d{5}-of-\d{5}|shared)(-\d{5}(-of-\d{5})?)?\.safetensors")
 
-Part = Callable[[TensorPlan], torch.Tensor]  # function that returns a rank's shard of a tensor
+Part = Callable[[TensorPlan], torch.Tensor]  # returns one rank's shard of the tensor
 
 
 def write_rank(
@@ -59,7 +59,7 @@ def write_rank(
 
 
 def saved_names(model: PreTrainedModel, plan: ShardPlan) -> list[str]:
-    """Return the storage names of the tensors to save: parameters and persistent buffers, quantized as on the ranks."""
+    """Return the storage names of parameters and persistent buffers; a quantized one has two: numbers and scales."""
     names = [name for name in torch.nn.Module.state_dict(model) if name in plan.tensors]
     return list(dict.fromkeys(part.storage for name in names for part in plan.parts(name)))
 
@@ -67,7 +67,7 @@ def saved_names(model: PreTrainedModel, plan: ShardPlan) -> list[str]:
 def write_index(
     directory: Path, model: PreTrainedModel, plan: ShardPlan, names: Iterable[str], ranks: Iterable[list[WrittenFile]]
 ) -> None:
-    """Write the configuration files, and then the index. The index is flushed to the disk."""
+    """Write the configuration files, and then the index; `ranks` has the result of `write_rank` for each rank."""
     write_configs(model, directory)
     by_rank = [{name: file for file in files for name in file.checksums} for files in ranks]
     stored = plan.as_stored
@@ -104,7 +104,7 @@ def write_index(
 
 
 def write_configs(model: PreTrainedModel, directory: Path) -> None:
-    """Write the configuration, the generation configuration, and the code of a model with its own code.
+    """Write the configuration, the generation configuration, and the custom modeling code if the model has any.
 
     The function sets `dtype` and `architectures` in the model's configuration.
     """
@@ -130,10 +130,10 @@ def files_of(path: Path) -> set[str] | None:
 
 
 def open_sharded(path: str | os.PathLike[str]) -> dict[str, Node]:
-    """Return name of a tensor in the model → its node, for all tensors of a sharded directory. No weights are read.
+    """Return a node for each tensor of a sharded directory, by the tensor's name in the model. No weights are read.
 
-    A rank that later reads its own shard reads only its own file, and gets a view of the mapped file. The first read of
-    a shard in a process checks its checksum.
+    When a rank later reads its own shard, it reads only its own file, and gets a view of the mapped file. The first
+    read of a shard in a process verifies its checksum.
     """
     directory = Path(path)
     index = _read_index(directory / INDEX_NAME)
@@ -164,7 +164,7 @@ def open_sharded(path: str | os.PathLike[str]) -> dict[str, Node]:
 
 @dataclass(eq=False)
 class CheckedLeaf(FileLeaf):
-    """A tensor in a file; its first read in a process compares its bytes with a checksum."""
+    """A tensor in a file. The first read in a process raises CheckpointError if its checksum is wrong."""
 
     checksum: int
     checked: bool = False

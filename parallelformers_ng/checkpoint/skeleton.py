@@ -41,7 +41,7 @@ class Skeleton:
     def __init__(self, model: bytes, plan: bytes) -> None:
         self.model = model
         self.plan = plan
-        # Changes that each rank makes to its imported code before it builds the model; None for no changes.
+        # Changes to modules' code that a rank makes after its imports, before it builds the model; None for no changes.
         self.code: CodeChanges | None = None
 
     @classmethod
@@ -71,14 +71,14 @@ class Skeleton:
                 f"{type(model).__name__} cannot be sent to the workers: {error}. An attribute of the model (a lock,"
                 " an open file) cannot be copied; remove that attribute before parallelize"
             ) from error
-        # A separate pickle, because the thousands of ranges of a plan contain no tensors to look for.
+        # The plan is pickled by plain cloudpickle, which is faster and enough, because a plan contains no tensors.
         return cls(buffer.getvalue(), cloudpickle.dumps(replace(plan, selection=None)))
 
     def build(self) -> tuple[nn.Module, ShardPlan]:
         """Return the model for a rank, with every tensor on `meta`, and the plan of the tensors that ranks hold.
 
-        The method unpickles, and so imports modules and runs code of the model. It also registers the model's recorders
-        of hidden states and attentions in transformers.
+        Unpickling imports modules and runs code of the model. The method also registers with transformers how to record
+        the model's hidden states and attentions.
         """
         tensors: dict[str, torch.Tensor] = {}
 
@@ -93,8 +93,8 @@ class Skeleton:
         quantize_modules(model, plan)
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
-                # Register the recorders of hidden states and attentions, as the constructor of a model does.
-                # Up to transformers 5.22 the recorders are registered for the class.
+                # Unpickling skips the constructor, which registers how to record hidden states and attentions. Up to
+                # transformers 5.22, the key of the registry is the class.
                 key = str(type(module)) if type(_CAN_RECORD_REGISTRY) is dict else module
                 _CAN_RECORD_REGISTRY[key] = module._can_record_outputs
                 module.__dict__.pop("_output_capturing_hooks_installed", None)
@@ -105,7 +105,7 @@ class _SkeletonPickler(ReferencePickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, nn.Module):
             return super().reducer_override(obj)
-        # torch gives each parametrized module (weight norm) a new class whose objects cannot be pickled.
+        # torch gives each parametrized module (weight norm) a new class, which pickle does not find by its name.
         if parametrize.is_parametrized(obj):
             plain = parametrize.type_before_parametrizations(obj)
             return plain.__new__, (plain,), {**vars(obj), **_own_hooks(obj)}, None, None, _parametrize_again
@@ -116,9 +116,9 @@ class _SkeletonPickler(ReferencePickler):
 
 
 def _own_hooks(module: nn.Module) -> dict[str, Any]:
-    """Return a module's tables of forward hooks with only the libraries' hooks, without transformers' recording hooks.
+    """Return a module's forward hooks and forward pre-hooks that libraries have set; others are not pickled.
 
-    The caller's hooks are sent with each call. Each copy of a model installs the recording hooks itself.
+    The user's hooks are sent with each call. transformers' hooks that record hidden states are installed anew.
     """
     return {
         table: OrderedDict(
@@ -131,7 +131,7 @@ def _own_hooks(module: nn.Module) -> dict[str, Any]:
 
 
 def _parametrize_again(module: nn.Module, state: dict[str, Any]) -> None:
-    """Restore a parametrized module from its pickled attributes, and give it torch's class for parametrized weights."""
+    """Set the pickled attributes of a parametrized module, and give it the class that torch makes for such a module."""
     vars(module).update(state)
     parametrize._inject_new_class(module)
     for name in state["_modules"]["parametrizations"]:

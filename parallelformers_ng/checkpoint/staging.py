@@ -14,10 +14,10 @@ _BUFFER_BYTES = 64 << 20
 
 
 class Staging:
-    """Two buffers in host memory for copies of tensors from the CPU to a device.
+    """Two buffers in host memory, used in turn, for copies of tensors from the CPU to a device.
 
     Args:
-        pin: whether to lock the pages of the buffers. Needs CUDA. Only copies from locked pages are asynchronous.
+        pin: whether to use pinned memory, which needs CUDA. Only copies from pinned memory are asynchronous.
     """
 
     def __init__(self, device: torch.device, buffer_bytes: int = _BUFFER_BYTES, pin: bool = True) -> None:
@@ -41,7 +41,7 @@ class Staging:
         buffer, event = self._buffers[self._turn], self._copy_events[self._turn]
         self._turn = 1 - self._turn
         if event is not None:
-            event.synchronize()  # wait until the last copy from this buffer is done
+            event.synchronize()  # do not overwrite the buffer before the last copy from it is done
         staged = buffer[: part.nbytes].view(part.dtype).view(part.shape)
         staged.copy_(part)
         place.copy_(staged, non_blocking=True)

@@ -36,15 +36,15 @@ from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 from parallelformers_ng.sharding.wording import human_bytes
 
 _LINE = 64
-_OWN_PAGES = 16 * mmap.PAGESIZE  # a shard of this size or more starts on a page, so that its pages can be freed alone
+_OWN_PAGES = 16 * mmap.PAGESIZE  # shards from this size on start on a page, so that they can be freed
 Read = Callable[[TensorPlan, bool], torch.Tensor]
 
 
 class Layout:
-    """Region and offset of every shard of a plan. Shards are 64-byte aligned; large shards have their own pages.
+    """Positions of all shards of a plan in the files of a `ShardStore`, which are called regions.
 
-    A layout depends only on the plan. Parent and workers each compute the layout, so the parent sends only file
-    descriptors. A shard is large from 16 pages on (64 KiB with pages of 4 KiB).
+    A layout depends only on the plan. The caller and the workers each compute the layout, so the caller sends only file
+    descriptors. Shards are 64-byte aligned. Shards of at least 16 pages (64 KiB) share no page with other shards.
 
     Regions 0 to `world_size - 1` are memory files, one for the shards of each rank. Region `world_size` is a memory
     file with the replicated tensors that no rank offloads to disk. Regions `world_size + 1` to `2 * world_size` are
@@ -81,15 +81,15 @@ def disk_region(plan: ShardPlan, rank: int) -> int:
 
 
 def regions_of(plan: ShardPlan, rank: int) -> tuple[int, int, int]:
-    """Return the regions that a rank maps: its memory file, the shared memory file, and its disk file."""
+    """Return the numbers of the regions that a rank maps: its memory file, the replicated tensors, its disk file."""
     return rank, plan.world_size, disk_region(plan, rank)
 
 
 class ShardStore:
-    """The shards of all ranks, in memory files (memfd) and, for offloaded shards, in unnamed disk files.
+    """The shards of all ranks, in memory files (memfd) and, for shards offloaded to disk, in unnamed disk files.
 
-    The system frees memory and disk space when no process has a file open or mapped. A store closes its files when it
-    is garbage-collected.
+    The system frees a file when no process has it open or mapped. A store closes its files when it is
+    garbage-collected.
 
     Attributes:
         fds: file descriptor of each region of the layout; empty after `close`.
@@ -99,7 +99,7 @@ class ShardStore:
         self.plan = plan
         self.layout = Layout(plan.as_stored)
         self.fds: list[int] = []
-        self._room = 0  # bytes that may be written before the next look at the free memory of the system
+        self._room = 0  # bytes that may be written before `_take_room` checks the system's free memory again
         weakref.finalize(self, _close_all, self.fds).atexit = False
         try:
             for region, size in enumerate(self.layout.sizes):
@@ -118,13 +118,13 @@ class ShardStore:
         return [self.fds[region] for region in regions_of(self.plan, rank)]
 
     def settle(self) -> None:
-        """Flush the disk files to the disk, and drop their pages from the page cache."""
+        """Flush the disk files to the disk, and free the memory that they use in the page cache."""
         for fd in self.fds[self.plan.world_size + 1 :]:
             os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def write(self, tensor: TensorPlan, node: Node) -> None:
-        """Quantize and shard a tensor as the plan says, and write each rank's shard. Stored numbers are copied."""
+        """Read a tensor, quantize and shard it as the plan says, and write each rank's shard."""
         nodes = stored_nodes(self.plan, tensor.name, node).values()
         for part, stored in zip(self.plan.parts(tensor.name), nodes, strict=True):
             self._write(part, read(stored, {}))
@@ -132,7 +132,7 @@ class ShardStore:
     def _write(self, tensor: TensorPlan, whole: torch.Tensor) -> None:
         places = self.layout.offsets[tensor.storage]
         for (region, offset), shard in dict(zip(places, tensor.shards, strict=True)).items():
-            if not shard.zero:  # fresh memory reads as zeros
+            if not shard.zero:  # a shard of zeros need not be written, because new files read as zeros
                 if region <= self.plan.world_size:
                     self._take_room(bytes_of(shard.shape(tensor.shape), tensor.dtype))
                 _write_all(self.fds[region], shard.of(whole).to("cpu", tensor.dtype), offset)
@@ -140,13 +140,13 @@ class ShardStore:
     def _take_room(self, size: int) -> None:
         if size > self._room:
             available = available_memory()
-            if size > available:  # the system would kill processes
+            if size > available:  # raise an error, because otherwise the kernel would kill processes (OOM)
                 raise OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)} ({human_bytes(available)} are left)")
-            self._room = max(size, available // 2)  # half, because other processes may use memory before the next check
+            self._room = max(size, available // 2)  # half, because other processes need memory meanwhile
         self._room -= size
 
     def read(self, tensor: TensorPlan, release: bool = False) -> torch.Tensor:
-        """Return a whole tensor of the model, on CPU, dequantized.
+        """Gather a whole tensor of the model, on CPU; a quantized tensor is dequantized.
 
         Args:
             release: whether to free the memory of its shards afterwards, so that gathering a model does not need memory
@@ -165,7 +165,7 @@ class ShardStore:
         return whole_node(self.plan, tensor, lambda part: of_ranks(part, functools.partial(self.part, part)))
 
     def part(self, tensor: TensorPlan, rank: int) -> torch.Tensor:
-        """Return one rank's shard of a stored tensor, mapped copy-on-write as long as the result exists."""
+        """Return one rank's shard of a stored tensor, as a copy-on-write mapping that lives as long as the result."""
         region, offset = self.layout.offsets[tensor.storage][rank]
         skipped, size = offset % mmap.PAGESIZE, tensor.bytes_on(rank)
         if size == 0:
@@ -174,7 +174,7 @@ class ShardStore:
         return _part(tensor, rank, mapping, skipped)
 
     def close(self) -> None:
-        """Close the files. Mappings of the files stay valid."""
+        """Close the files. Memory that is mapped from the files stays valid."""
         _close_all(self.fds)
 
 
@@ -184,7 +184,7 @@ def _close_all(fds: list[int]) -> None:
 
 
 def _file_in(folder: str, size: int) -> int:
-    """Return the descriptor of a new unnamed file in a folder. The system deletes the file after its last use."""
+    """Create an unnamed file in a folder, and return its descriptor. The system deletes the file after its last use."""
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
             os.posix_fallocate(file.fileno(), 0, size)
@@ -198,7 +198,7 @@ def _file_in(folder: str, size: int) -> int:
 
 
 def map_shards(plan: ShardPlan, rank: int, fds: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Return a rank's shards in a worker: storage name → copy-on-write view of the parent's memory."""
+    """Map a rank's shards in its worker: storage name → copy-on-write view. `fds` is from `ShardStore.fds_for`."""
     layout = Layout(plan)
     regions = zip(regions_of(plan, rank), fds, strict=True)
     mappings = {region: map_file(fd, size) for region, fd in regions if (size := layout.sizes[region])}
@@ -219,10 +219,10 @@ def _part(tensor: TensorPlan, rank: int, mapping: Mapping | mmap.mmap | None, of
 def hand_over(
     model: nn.Module, store: ShardStore, which: Iterable[str], progress: Progress | None = None, copy: bool = False
 ) -> None:
-    """Move tensors of a model to a store, one at a time, so that memory never holds two copies of the model.
+    """Move the tensors `which` of a model to a store, one at a time, so that memory never holds the model twice.
 
-    Afterwards the moved tensors of the model are on `meta`, with their whole shapes and the data types of the plan. If
-    an error occurs, the model gets the moved tensors back, on CPU.
+    Afterwards these tensors of the model are on `meta`, with their whole shapes and the data types of the plan. With
+    `copy`, they stay. If an error occurs, the model gets the moved tensors back, on CPU.
     """
     moved_names: list[str] = []
     pending, shared = 0, SharedMemory(model)
@@ -255,14 +255,13 @@ def hand_over(
 def take_back(
     model: nn.Module, plan: ShardPlan, read: Read, names: Iterable[str] | None = None, progress: Progress | None = None
 ) -> None:
-    """Gather tensors from ranks or from a store into the model, on CPU. Tied parameters are tied again.
+    """Gather tensors from ranks or from a store into the model, on CPU. Tied parameters stay tied.
 
     Args:
         read: function that returns a whole tensor; its second argument says whether the source may free the tensor.
-            Exceptions of the function are passed on.
     """
     for group in names_of_each(model, plan, names):
-        # Tied tensors may be sharded differently; each has all values, so only the first tensor is read.
+        # The names of a tied tensor may have different shards, but the same values, so the first name suffices.
         tensor = plan.tensors[group[0]]
         place(model, group, plan, read(tensor, tensor.storage in group))
         if progress is not None:
@@ -270,7 +269,7 @@ def take_back(
 
 
 def names_of_each(model: nn.Module, plan: ShardPlan, names: Iterable[str] | None = None) -> list[list[str]]:
-    """Return the list of names of each tensor of a model; a tied tensor has several names."""
+    """Return one list of names for each tensor of a model; a tied tensor has several names."""
     wanted = set(plan.tensors if names is None else names)
     together: dict[int, list[str]] = {}
     for name, tensor in plan.tensors.items():
@@ -282,7 +281,8 @@ def names_of_each(model: nn.Module, plan: ShardPlan, names: Iterable[str] | None
 def place(
     model: nn.Module, names: list[str], plan: ShardPlan, tensor: torch.Tensor, keeps_values: bool = False
 ) -> None:
-    """Give a tensor of the model, which may have several names, the content of another tensor; see `become`."""
+    """Give the tensor of the model that has the given names (several if it is tied) the content of `tensor`. The tensor
+    stays the same object if possible; `identity.become` says how."""
     first = plan.tensors[names[0]]
     current = get_tensor(model, first.name, first.is_buffer)
     if not first.is_buffer:

@@ -22,9 +22,9 @@ from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.errors import CheckpointError
 from parallelformers_ng.sharding.tensor_plan import bytes_of
 
-Entry = tuple[tuple[int, ...], torch.dtype]  # shape and data type of a tensor
+Entry = tuple[tuple[int, ...], torch.dtype]  # (shape, data type)
 
-_BLOCK = 1 << 20  # bytes of a tensor that are summed to one word of its checksum
+_BLOCK = 1 << 20  # `checksum` adds up blocks of this size, in bytes, and computes the CRC of the sums
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -50,7 +50,7 @@ def write_safetensors(
     Tensors with larger elements are written first; tensors with equal element sizes keep their order in `entries`. The
     format is that of https://huggingface.co/docs/safetensors.
     """
-    order = sorted(entries, key=lambda name: -entries[name][1].itemsize)  # this order aligns every tensor
+    order = sorted(entries, key=lambda name: -entries[name][1].itemsize)  # keeps every tensor aligned
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
@@ -58,7 +58,7 @@ def write_safetensors(
         start, end = end, end + bytes_of(*entries[name])
         header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 64 + 56)  # pad the header, so that the tensors start at a multiple of 64 bytes
+    text += b" " * (-len(text) % 64 + 56)  # the tensors must start at a multiple of 64 bytes
     head = len(text).to_bytes(8, "little") + text
     checksums = {}
     with open(path, "wb") as file:
@@ -77,10 +77,10 @@ def write_safetensors(
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return a checksum of a CPU tensor: the CRC-32 of the 64-bit sums of its whole blocks of 1 MiB, and of the rest.
+    """Return a checksum of a CPU tensor that detects flipped bits, lost pages and swapped blocks.
 
-    The checksum detects flipped bits, lost pages and swapped blocks, but not deliberate changes. It is computed about
-    as fast as memory is read.
+    The bytes of each whole block of 1 MiB are added up as 64-bit integers. The checksum is the CRC-32 of these sums and
+    of the rest. So it is about as fast as reading the memory, but does not detect deliberate changes.
     """
     data = bytes_of_tensor(tensor)
     blocks = len(data) // _BLOCK
@@ -91,14 +91,14 @@ def checksum(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def replaced_directory(target: Path, ours: Callable[[Path], set[str] | None]) -> Iterator[Path]:
-    """Yield a new directory to write to; the new directory replaces `target` in one step if the block raises no error.
+    """Yield a new directory for the block to write to. If the block raises no error, it replaces `target` atomically.
 
-    After an interruption, `target` is either the complete old directory or the complete new directory. A file system
-    without `renameat2(RENAME_EXCHANGE)` is an exception: three steps replace an existing directory there.
+    After an interruption, `target` is either the complete old directory or the complete new directory. Only on a file
+    system without `renameat2(RENAME_EXCHANGE)`, the replacement takes three steps.
 
     Args:
-        ours: function that returns the names of the replaceable files in an existing directory; None if the directory
-            is not a sharded directory. Copies of all other files of the old directory get into the new directory.
+        ours: function that returns the names of files in the old directory that need not be kept; None if the directory
+            is not a sharded directory, which is an error. All other files are copied to the new directory.
     """
     target = target.absolute()
     replaceable = ours(target) if target.is_dir() else None
@@ -125,14 +125,14 @@ def replaced_directory(target: Path, ours: Callable[[Path], set[str] | None]) ->
 
 
 def _exchange(first: Path, second: Path) -> None:
-    """Swap two directories in one step with `renameat2(RENAME_EXCHANGE)`; in three steps if that is not supported."""
+    """Swap two directories atomically by `renameat2(RENAME_EXCHANGE)`; in three steps if that is not supported."""
     rename = ctypes.CDLL(None, use_errno=True).renameat2
     if rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
         return
     code = ctypes.get_errno()
     if code not in (errno.EINVAL, errno.ENOSYS):
         raise OSError(code, os.strerror(code), str(second))
-    aside = first.with_suffix(".old")  # the file system cannot swap in one step
+    aside = first.with_suffix(".old")  # temporary name for a swap in three steps
     second.rename(aside)
     first.rename(second)
     aside.rename(first)
@@ -147,5 +147,5 @@ def _sync(directory: Path) -> None:
 
 
 def bytes_of_tensor(tensor: torch.Tensor) -> np.ndarray:
-    """Return the bytes of a CPU tensor, uint8 `[bytes]`, without a copy if the tensor is contiguous."""
+    """Return the bytes of a CPU tensor as a uint8 array with one dimension, without a copy if it is contiguous."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)

@@ -10,7 +10,7 @@ from parallelformers_ng.errors import ParallelError
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that prints a wrong argument in one line, without the usage text."""
+    """An argument parser that reports a wrong argument in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists the arguments\n")
@@ -30,7 +30,7 @@ def count(text: str) -> int:
 
 
 def checked(check: Callable[[str], object]) -> Callable[[str], str]:
-    """Make a converter of one word that passes the word on if `check` raises no ParallelError."""
+    """Return a function for argparse's `type=` that returns its text unchanged if `check` raises no ParallelError."""
 
     def convert(text: str) -> str:
         try:

@@ -26,7 +26,7 @@ from parallelformers_ng.sharding.tensor_plan import TensorPlan
 
 _READ_BYTES, _READ_PASSES = 512 << 20, 8
 _SHORT_PROMPT = 8
-_TURN_SECONDS = 0.3  # least duration of a measurement of prompts
+_TURN_SECONDS = 0.3  # short prompts are repeated until a measurement takes this long
 ONE_PROCESS = "one process"
 
 
@@ -41,10 +41,10 @@ class Report:
         prompt, tokens: length of the prompt and number of decoded tokens.
         weight_bytes: bytes of weights that one process reads for a decoded token: all weights except an embedding that
             is not tied to the head. A mixture of experts reads fewer bytes.
-        bandwidth: bytes per second that all devices read together, measured before the first round.
+        bandwidth: memory bandwidth of all devices together, in bytes per second, measured before the first round.
         scheme: quantization scheme of the ranks' weights; None for the model's own weights.
         held_bytes: bytes of weights that all ranks together read for a decoded token.
-        prefill, decode: name of the contestant ("2 ranks", "one process") → tokens per second of each round.
+        prefill, decode: "2 ranks" or "one process" → tokens per second of each round.
     """
 
     model: str
@@ -61,7 +61,7 @@ class Report:
     decode: dict[str, list[float]] = field(default_factory=dict)
 
     def bandwidth_share(self, name: str) -> float:
-        """Share of the memory bandwidth that a contestant's median decode speed uses; 1 is the maximum.
+        """Share of the memory bandwidth that the median decode speed of `name` ("2 ranks", …) uses; at most 1.
 
         The share is too large for a mixture of experts, which reads fewer bytes than the report counts.
         """
@@ -69,9 +69,9 @@ class Report:
         return statistics.median(self.decode[name]) * token_bytes / self.bandwidth
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields, the medians and the bandwidth shares, for JSON.
+        """All fields, medians and bandwidth shares, for JSON.
 
-        "median" maps task ("prefill", "decode") → contestant → tokens/s, "bandwidth_share" maps contestant → share.
+        For example, `["median"]["decode"]["2 ranks"]` is in tokens per second; `["bandwidth_share"]["2 ranks"]` ≤ 1.
         """
         medians = {
             task: {name: statistics.median(values) for name, values in figures.items()}
@@ -111,10 +111,10 @@ def bench(
     quantize: str | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Measure a model on workers and, in turn, in this process with all its threads or on one GPU.
+    """Measure the speed of a model on workers and, with `baseline`, alternately in this process on CPU or one GPU.
 
-    Memory must hold two copies of the model, or one copy without `baseline`. The function seeds torch for random
-    weights, which a `config.json` or a model type gets.
+    Memory must hold two copies of the model, or one copy without `baseline`. If `model` is a `config.json` or a model
+    type, the weights are random, and the function seeds torch.
 
     Args:
         prompt: number of prompt tokens of a prefill round; a decode round has a prompt of 8 tokens.
@@ -132,7 +132,7 @@ def bench(
         raise ValueError(f"bench: prompt {prompt} and tokens {tokens} exceed the {limit} positions of {model}")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if device == "cuda" and not torch.cuda.is_available():
-        placement(num_gpus, device, None)  # raises the error of `parallelize`
+        placement(num_gpus, device, None)  # fail early if the ranks cannot be placed
     kind = target_dtype(False, dtype) or skeleton.dtype
     has_weights = Path(model).is_dir() or not (Path(model).is_file() or model == skeleton.config.model_type)
 
@@ -170,21 +170,21 @@ def bench(
 
 
 def read_bandwidth(device: str, count: int = 1) -> float:
-    """Measure the read bandwidth in bytes per second: the best of 8 sums over a tensor of 512 MiB.
+    """Measure the memory bandwidth for reads, in bytes per second: the best of 8 sums over a tensor of 512 MiB.
 
-    A device with a cache of more than 512 MiB gives a larger figure.
+    On a device whose cache is larger than 512 MiB, the result is the cache's bandwidth.
     """
     data = torch.ones(_READ_BYTES // 4, device=device)
     best = float("inf")
     for _ in range(_READ_PASSES):
         start = time.perf_counter()
-        data.sum().item()  # `item` waits for the device
+        data.sum().item()  # `item` waits until the device has computed the sum
         best = min(best, time.perf_counter() - start)
     return data.nbytes / best * (count if device == "cuda" else 1)
 
 
 def _tensors_read(model: PreTrainedModel, plan: ShardPlan) -> list[TensorPlan]:
-    """Weights that are read for a decoded token: all except an embedding that is not tied to the head."""
+    """Return the weights that a decode step reads: all, except an input embedding that is not tied to the head."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is None or model.config.get_text_config().tie_word_embeddings
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -193,8 +193,8 @@ def _tensors_read(model: PreTrainedModel, plan: ShardPlan) -> list[TensorPlan]:
 
 
 def _prefill(model: Any, prompt: int) -> float:
-    """Measure the prompt tokens per second. Short prompts are repeated, because the first call of a turn is slower:
-    the other contestant's data are in the caches, and the workers sleep.
+    """Measure the prompt tokens per second. Short prompts are repeated, because the first call is slower: the CPU
+    caches are cold, and the workers sleep.
     """
     seconds = _seconds(model, prompt, 1)
     if seconds < _TURN_SECONDS:
@@ -210,7 +210,7 @@ def _decode(model: Any, tokens: int) -> float:
 
 
 def _seconds(model: Any, prompt: int, tokens: int) -> float:
-    """Measure a greedy `generate` that makes exactly `tokens` new tokens."""
+    """Measure the duration of a greedy `generate` that makes exactly `tokens` new tokens."""
     device = model.device if model.device.type != "meta" else "cpu"
     ids = (torch.arange(prompt, device=device) % (model.config.get_text_config().vocab_size - 4) + 4)[None]
     start = time.perf_counter()

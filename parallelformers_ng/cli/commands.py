@@ -23,10 +23,10 @@ from parallelformers_ng.serving.serve_options import read_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command, and return the exit status.
 
-    The exit status is 0 for success, 1 if a check failed, 2 for an error printed on standard error, 130 after Ctrl-C,
-    and 141 if the reader of the output has ended.
+    The status is 0 for success, 1 if a check failed, 2 after an error, which is printed on standard error, 130 after
+    Ctrl-C, and 141 if the program that reads the output has ended.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -34,17 +34,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the program that reads the output, such as `head`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of the process
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail
         return 128 + signal.SIGPIPE
     except (ParallelError, OSError, ValueError) as error:
         print(f"parallelformers-ng: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # Ctrl-C may come while torch is imported
+    except KeyboardInterrupt:  # the user may press Ctrl-C while `command` still imports torch
         return 130
 
 
 def plan(options: argparse.Namespace) -> None:
-    """Print the plan of a model with the bytes of each rank; with `--device`, print a forecast."""
+    """Print the sharding plan of a model and the bytes of each rank; with `--device`, print a forecast instead."""
     chosen = {name: value for name, value in vars(options).items() if value is not None}
     layout: dict[str, Any] = {name: chosen[name] for name in ("ratio", "strategy", "tensor") if name in chosen}
     sizes = {name: chosen[name] for name in ("batch", "length") if name in chosen}
@@ -126,7 +126,7 @@ def _custom(options: argparse.Namespace) -> Any:
 
 
 def _of_defaults(options: argparse.Namespace, model: Any) -> str:
-    """Note for the user: a bare model type means a default configuration."""
+    """Return a note for the output if `model` has the default configuration of a model type; "" otherwise."""
     from parallelformers_ng.checkpoint.model_class import is_model_type
 
     if not is_model_type(options.model):

@@ -25,11 +25,11 @@ from parallelformers_ng.sharding.wording import human_bytes, pattern_of
 
 
 def policy_sources() -> dict[str, str]:
-    """Find the source of the policy of each model type of transformers.
+    """Return where the policy of each model type of transformers comes from: model type → text.
 
-    The function reads class names from the modelling files, and imports no modelling code. A written policy may cover
-    only a part of a composite model; "of its parts" are models that only hold other models. An inferred policy is
-    proven on first use.
+    The function reads class names from the modeling files, and imports no modeling code. A written policy may cover
+    only a part of a composite model. "of its parts" means that the model only contains other models. An inferred policy
+    is proven on first use.
     """
     blocks = {block for policy in written_policies() for block in policy.blocks()}
     sources = {}
@@ -51,17 +51,17 @@ def policy_sources() -> dict[str, str]:
 
 @dataclass
 class Verification:
-    """The result of the check on a tiny random copy of a model, the twin.
+    """The result of checking a model's policy on its twin, a tiny random copy of the model.
 
     Attributes:
         model_class, world_size: class name of the model; number of ranks.
         equal: whether the outputs of the sharded twin and the whole twin match.
         source: source of the policies: "custom", "written" or "inferred", joined by "+".
-        cut_share: share, from 0 to 1, of the cuttable bytes of the model that are sharded.
+        cut_share: sharded bytes divided by the bytes of all tensors that could be sharded, from 0 to 1.
         rules: rule → number of the model's tensors that the rule shards.
-        whole: name of a replicated tensor → its size in bytes, largest first; only tensors that could be sharded.
-        tried: failed attempts, with reasons.
-        unproven: parts of the model that the twin's inputs do not reach, and reasons; "" for no such part.
+        whole: name of a replicated tensor that could be sharded → its size in bytes, largest first.
+        tried: failed attempts to find a policy, with reasons.
+        unproven: parts of the model that the twin does not run with its inputs, and why; "" if all parts run.
         scheme: quantization scheme of the compared weights; "" for none.
         quantized: number of the model's tensors that are quantized.
         misfits: name of a weight that cannot be quantized → reason.
@@ -104,10 +104,10 @@ def verify_model(
     custom_policies: type[Policy] | Sequence[type[Policy]] | None = None,
     quantize: Any = None,
 ) -> Verification:
-    """Check the policy of a model on a tiny random copy: its sharded outputs must match its whole outputs.
+    """Check the policy of a model: a sharded and a whole tiny random copy of the model must have equal outputs.
 
-    With `quantize`, a second comparison uses a whole copy with rounded weights and a sharded copy with quantized
-    weights. Groups of inputs that share a scale then have two inputs, because the copy's layers are narrow.
+    With `quantize`, a second comparison uses a sharded copy with quantized weights, and a whole copy whose weights are
+    rounded to the same values. In both, two inputs share a scale, because the copies' layers are narrow.
     """
     check_count(num_gpus)
     bits = read_quantize(quantize)

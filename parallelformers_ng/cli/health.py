@@ -14,15 +14,15 @@ _SECONDS = 8.0
 
 
 def options_of(command: Sequence[str]) -> ServeOptions:
-    """Read the options of a server from its command line; words before `serve` name the program."""
+    """Read the options of a server from its command line, which begins with the program: everything up to `serve`."""
     parsed = commands._parser().parse_args(command[command.index("serve") :])
     return read_serve_options(parsed.config, serve.given_options(parsed))
 
 
 def main() -> int:
-    """Ask the server, which is process 1 of the container, whether it is ready.
+    """Return 0 if the server, which is process 1 of the container, is ready; otherwise raise an error.
 
-    The function reads the address and the key from that process's command line and from the environment.
+    The function reads the server's address and key from the command line of process 1 and from the environment.
     """
     options = options_of(Path("/proc/1/cmdline").read_text().split("\0")[:-1])
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)

@@ -17,14 +17,14 @@ KEY_VARIABLE = "PARALLELFORMERS_API_KEY"
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the argument MODEL, the flag `--config`, and a flag for each other field of `ServeOptions`.
 
-    A flag that is not on the command line has no default, so that `--config` can set the option.
+    The flags have no defaults, so that the file of `--config` can set an option whose flag is not used.
     """
     from parallelformers_ng.serving.serve_options import ServeOptions
 
     kinds = typing.get_type_hints(ServeOptions, include_extras=True)
     about = "a file with the same options, with underscores in their names"
     parser.add_argument("--config", metavar="FILE.toml", help=about)
-    # The name of an earlier release: `read_options` says which option replaces it.
+    # An earlier release had this flag. It is still parsed, so that `read_options` can say which option replaces it.
     parser.add_argument("--prefill-chunk", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     for option in fields(ServeOptions):
         (kind, text), default = typing.get_args(kinds[option.name]), option.default
@@ -46,7 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def given_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Read the options set by flags and by `PARALLELFORMERS_API_KEY`, over which the flag has priority."""
+    """Return the options that flags set, and the API key of `PARALLELFORMERS_API_KEY` if no flag sets it."""
     flags = {name: value for name, value in vars(options).items() if name not in ("config", "command")}
     if key := os.environ.get(KEY_VARIABLE):
         flags.setdefault("api_key", key)

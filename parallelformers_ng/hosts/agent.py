@@ -29,34 +29,35 @@ from parallelformers_ng.wire.meeting import Address, Listener, call
 from parallelformers_ng.wire.signed import Session, SignedChannel
 from parallelformers_ng.worker.preload import warm_up
 
-CHECK_SECONDS = 0.2  # interval of checking whether missing hosts can still connect
-_WATCH_SECONDS = 0.05  # interval of checking whether a rank has aborted
-_GOODBYE_SECONDS = 2.0  # time that ranks get to exit after the group has ended normally
+CHECK_SECONDS = 0.2  # interval between checks whether the missing processes can still connect
+_WATCH_SECONDS = 0.05  # interval between checks whether a rank has aborted the collectives
+_GOODBYE_SECONDS = 2.0  # ranks of a group that ended normally are killed after this time
 
-# Versions that must be equal on all hosts, because a model's modules are sent pickled.
+# Versions that must be equal on all hosts, because modules that are pickled on one host are unpickled on the others.
 VERSIONS = {"Python": platform.python_version()} | {name: metadata.version(name) for name in ("torch", "transformers")}
 
 Connection = tuple[socket.socket, Session]
 
 
 def machine() -> str:
-    """Return the id of this machine, which changes at each boot."""
+    """Return the boot id, which tells whether two processes run on the same machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def purpose(what: str, number: int, token: bytes) -> bytes:
-    """Name a connection by its kind ("rank" or "leader"), the number of the rank or host, and the group."""
+    """Return the text that tells an accepting process what a new connection is for: a rank of the group, or the
+    "leader" (first rank) of a host, with the number of the rank or host."""
     return f"{what} {number} {token.hex()}".encode()
 
 
 def accept_each(
     listener: Listener, due: Mapping[bytes, int], deadline: float, check: Callable[[], object] = bool
 ) -> dict[int, Connection]:
-    """Accept the expected connections, and return number → connection.
+    """Accept all expected connections, and return them by number. Other connections are closed.
 
     Args:
-        due: purpose of each expected connection → its number.
-        check: function that raises if missing connections can no longer come.
+        due: expected connections: text of `purpose` → number in the result.
+        check: function that is called a few times each second; raises an error if waiting has become useless.
     """
     connections: dict[int, Connection] = {}
     while len(connections) < len(due):
@@ -76,9 +77,9 @@ def accept_each(
 
 
 def serve(link: Connection, address: Address, key: bytes, number: int, name: str = "") -> None:
-    """Serve one group until the group or its caller has ended, and close the connection to the caller.
+    """Start and control the ranks of one group on this host until the group or its caller has ended.
 
-    The ranks are new processes. If they cannot be started, the caller gets the error.
+    `link` is the connection to the caller, which gets the error if ranks cannot be started. The function closes it.
     """
     connection, session = link
     control = SignedChannel(connection, session)
@@ -86,7 +87,7 @@ def serve(link: Connection, address: Address, key: bytes, number: int, name: str
     with (
         contextlib.closing(control),
         contextlib.closing(listener),
-        contextlib.suppress(ChannelClosedError, ProtocolError),  # the group or its caller has ended
+        contextlib.suppress(ChannelClosedError, ProtocolError),  # the caller closes the connection to end the group
     ):
         warm_up()
         hello = {
@@ -104,7 +105,7 @@ def serve(link: Connection, address: Address, key: bytes, number: int, name: str
 
 @dataclass(eq=False)
 class _Agent:
-    """The ranks of one group on this host."""
+    """Starts, controls and ends the ranks of one group on this host, as the caller commands."""
 
     _address: Address
     _key: bytes
@@ -137,7 +138,7 @@ class _Agent:
 
     def _start(self) -> Processes:
         settings, device = self._order["settings"], self._order["device"]
-        # The ranks of this host use devices 0, 1, 2, … among the devices that this process sees.
+        # The ranks of this host use the devices 0, 1, 2, … that are visible to this process (CUDA_VISIBLE_DEVICES).
         names = [device if device == "cpu" else f"{device}:{index}" for index in range(self._count)]
         deadline = time.monotonic() + settings.start_timeout
         self._arena = startup.create_arena(self._count)
@@ -155,8 +156,8 @@ class _Agent:
         return processes
 
     def _links(self, deadline: float, opened: contextlib.ExitStack) -> dict[int, tuple[Any, ...]]:
-        """Return connections to the first ranks of other hosts: this host connects to hosts with lower numbers, and
-        accepts connections from hosts with higher numbers."""
+        """Connect the first rank of this host to the first ranks of all other hosts; return host number → connection.
+        The host connects to hosts with lower numbers, and accepts connections from hosts with higher numbers."""
         links: dict[int, tuple[Any, ...]] = {}
         own_purpose = purpose("leader", self._number, self._token)
         for other, address in enumerate(self._order["listeners"][: self._number]):
@@ -168,7 +169,7 @@ class _Agent:
         return links
 
     def _watch(self, processes: Processes) -> None:
-        """Carry out the caller's commands; report to the caller each rank that ends or aborts."""
+        """Carry out the caller's commands, and report to the caller each rank that ends or aborts the collectives."""
         commands: dict[str, Callable[..., object]] = {
             "abort": self._arena.abort,
             "cancel": self._arena.request_cancel,
@@ -202,7 +203,7 @@ class _Agent:
 
 
 def _for_rank(link: Connection, opened: contextlib.ExitStack) -> tuple[FileDescriptor, bytes, bytes]:
-    """Return a connection in the form in which a rank receives it; `opened` closes this process's copy."""
+    """Convert a connection to (descriptor, keys), to send to a rank; `opened` closes this process's copy later."""
     connection, session = link
     connection.setblocking(True)
     opened.callback(connection.close)

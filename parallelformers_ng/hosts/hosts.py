@@ -24,7 +24,7 @@ from parallelformers_ng.wire.signed import SignedChannel
 
 
 class Hosts:
-    """The hosts of one group. It has the methods of an `Arena`; each host has an arena of its own."""
+    """The hosts of one group, with the methods of an `Arena`, which act on the arenas of all hosts."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -32,8 +32,8 @@ class Hosts:
         self._hosts: list[Host] = []
         self._workers: list[RemoteWorker] = []
         self._resets = threading.Semaphore(0)
-        self._generation = 0  # number of resets of the arenas
-        self._steering = threading.Lock()  # so that all hosts get commands in the same order
+        self._generation = 0  # number of resets so far, to recognize a late report of an abort before the last reset
+        self._steering = threading.Lock()  # held while commands are sent, so that all hosts get them in the same order
         self._started: Future[None] = Future()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
@@ -42,7 +42,7 @@ class Hosts:
 
     @property
     def aborted(self) -> bool:
-        """Always true: only the hosts know whether a rank has aborted the collectives."""
+        """Whether to assume that a rank has aborted the collectives: always, because only the hosts know."""
         return True
 
     @property
@@ -60,14 +60,15 @@ class Hosts:
     def launch(
         self, processes: Processes, settings: StartSettings, device_names: list[str], among: tuple[int, int]
     ) -> Callable[[], None]:
-        """Start the ranks, and return a function that waits until all ranks are ready. Each host divides its own CPUs.
+        """Start the ranks in a new thread, and return a function that waits until all ranks are ready.
 
-        A thread of the group starts the ranks, and then receives the agents' reports until `close`. The waiting
-        function raises StartupError if the ranks cannot be started in time.
+        The thread then receives the agents' reports until `close`. The returned function raises StartupError if the
+        ranks cannot be started in time.
 
         Args:
-            device_names: device of each rank; the waiting function replaces names of CUDA devices in place, by names
-                with the hosts.
+            device_names: device of each rank; on several hosts, the returned function adds the host to the names of
+                CUDA devices, in place.
+            among: ignored, because each host divides its own CPUs among its ranks.
         """
         settings = replace(settings, threads=settings.threads or self._launcher.threads)
         order = {"settings": settings, "device": device_names[0].partition(":")[0]}
@@ -93,8 +94,8 @@ class Hosts:
             host.say("cancel", sequence)
 
     def reset(self) -> None:
-        """Reset the arena of every host, the same as `Arena.reset`; return after all resets, or after 10 s. A lost host
-        is noticed later."""
+        """Reset the arenas of all hosts, as `Arena.reset` does. Return when all hosts have reported the reset, or after
+        10 s."""
         with self._steering:
             self._generation += 1
             for host in self._hosts:
@@ -104,7 +105,7 @@ class Hosts:
             self._resets.acquire(timeout=max(0.0, end - time.monotonic()))
 
     def close(self) -> None:
-        """Close the connections to agents, so that the agents end their ranks; in a forked child, end nothing."""
+        """End the ranks: agents end them when their connection closes. In a forked child, only close descriptors."""
         if self._closed:
             return
         self._closed = True
@@ -118,7 +119,7 @@ class Hosts:
         if os.getpid() == self.owner:
             self._launcher.close(patient=not any(host.is_lost for host in self._hosts))
 
-    # -- in the thread of the group ------------------------------------------------------------------------------
+    # -- The methods below run in the thread that `launch` starts. -----------------------------------------------
 
     def _run(self, world_size: int, order: dict[str, Any], deadline: float) -> None:
         try:
@@ -137,7 +138,7 @@ class Hosts:
     def _start(self, world_size: int, order: dict[str, Any], deadline: float) -> None:
         listener, counts = self._launcher.start(world_size, order["device"], deadline, self._check)
         connections = accept_each(listener, {b"host %d" % at: at for at in range(len(counts))}, deadline, self._check)
-        with contextlib.ExitStack() as unmet:  # on an error, close the connections, so that the agents end
+        with contextlib.ExitStack() as unmet:  # if an error occurs, it closes the connections, which ends the agents
             for connection, _ in connections.values():
                 unmet.callback(connection.close)
             for number, count in enumerate(counts):
@@ -213,7 +214,7 @@ class Hosts:
         self._resets.release()
 
     def _abort_others(self, host: Host, generation: int, reason: str) -> None:
-        """Abort the collectives on all hosts except `host`, unless the arenas were reset since `generation`."""
+        """Abort the collectives on all hosts except `host`. A report from before the last reset has no effect."""
         with self._steering:
             for other in self._hosts if generation == self._generation else ():
                 if other is not host:

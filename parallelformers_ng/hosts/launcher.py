@@ -10,11 +10,11 @@ Check = Callable[[], None]
 
 
 class Launcher:
-    """Base class of an object that starts an agent on each host of one group.
+    """Base class of launchers, which start an agent on each host of one group.
 
     Attributes:
-        key: secret key of the group, which the agents know.
-        threads: CPU threads of each rank; None divides the CPUs of each host among its ranks.
+        key: secret key by which agents and caller authenticate each other.
+        threads: number of CPU threads of each rank; None divides the CPUs of each host among its ranks.
     """
 
     key: bytes
@@ -26,7 +26,7 @@ class Launcher:
         Args:
             device: "cpu" or "cuda", the type of the ranks' devices. With "cuda", the first devices that an agent sees
                 must be the devices of its ranks.
-            check: function that raises if waiting is useless; the method must call `check` a few times each second.
+            check: function that raises if waiting has become useless; the method must call it a few times a second.
 
         Returns:
             (listener to which the agents connect, number of ranks of each host).
@@ -34,11 +34,11 @@ class Launcher:
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise StartupError if a started agent has ended and so can no longer connect; by default, do nothing."""
+        """Raise StartupError if a started agent has ended, so that it will never connect. By default, do nothing."""
 
     def close(self, patient: bool) -> None:
-        """Release the resources of the ended group. Idempotent. By default, do nothing.
+        """Release the resources of the ended group. Further calls do nothing. By default, do nothing.
 
         Args:
-            patient: whether to wait until the agents end by themselves; all agents know the end of the group.
+            patient: whether to wait until the agents end by themselves; False if a host is lost.
         """

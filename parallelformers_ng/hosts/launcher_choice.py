@@ -18,13 +18,14 @@ from parallelformers_ng.options import FitOptions, RayOptions, WorkerOptions
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Facts about ranks that a launcher starts instead of this process.
+    """How a launcher (torchrun or Ray) starts the ranks, if this process does not start them itself.
 
     Attributes:
-        make: function from the number of adjacent ranks that must share a host to the `Hosts` of one group.
+        make: function from the number of consecutive ranks that must share a host to the `Hosts` of one group.
+        count: number of ranks, or None for the default.
         devices: number of CUDA devices, used to choose between CUDA and CPU; 0 if the number is unknown.
-        each: function from the number of ranks and "cpu" or "cuda" to the number of ranks of each host; used for
-            stages, which do not span hosts.
+        each: function from (number of ranks, "cpu" or "cuda") to the number of ranks of each host, because a pipeline
+            stage must not span hosts.
     """
 
     make: Callable[[int], Hosts]
@@ -34,9 +35,9 @@ class Elsewhere:
 
 
 def elsewhere(num_gpus: int | None, options: WorkerOptions, fit: FitOptions) -> Elsewhere | None:
-    """Return how a launcher starts the ranks of a group; None if this process starts the ranks.
+    """Choose the launcher by `options.launcher`; None if this process starts the ranks itself.
 
-    In a torchrun job the function returns only in the process of rank 0; see `serve_unless_caller`.
+    In a torchrun job, the function returns only in the process of rank 0; all other processes end in it.
     """
     if options.launcher == "torchrun" or (options.launcher == "auto" and torchrun.is_running()):
         count = torchrun.world_size(num_gpus)
@@ -52,7 +53,7 @@ def elsewhere(num_gpus: int | None, options: WorkerOptions, fit: FitOptions) -> 
     if options.launcher != "ray":
         return None
     ray_options = read_options(RayOptions, options.ray, "ray")
-    # The choice of devices and of stages depends on the cluster's resources.
+    # Connect to the cluster now if its resources decide between CPU and CUDA, or the number of ranks of a stage.
     connections = [Connection(ray_options)] if options.device == "auto" or fit.is_open else []
     nodes = connections[0].nodes() if connections else []
 

@@ -21,8 +21,8 @@ from parallelformers_ng.options import RayOptions
 from parallelformers_ng.wire.meeting import Listener
 from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
-_WAIT_SECONDS = 0.2  # interval of checking whether Ray is ready
-_GOODBYE_SECONDS = 5.0  # time that agents get to end by themselves
+_WAIT_SECONDS = 0.2  # interval between checks whether waiting for Ray has become useless
+_GOODBYE_SECONDS = 5.0  # agents that do not end by themselves in this time are killed
 
 
 def _ray() -> Any:
@@ -37,10 +37,9 @@ def _ray() -> Any:
 
 
 class Connection:
-    """A use of this process's connection to a Ray cluster.
+    """One user of this process's connection to a Ray cluster, which is opened if there is none.
 
-    A connection that exists already is used. A connection that this class has opened is closed with its last user,
-    after `close` or after the object is garbage-collected.
+    If this class has opened the connection, it is closed when the last user calls `close` or is garbage-collected.
     """
 
     _lock = threading.Lock()
@@ -64,11 +63,11 @@ class Connection:
                     raise StartupError(f"ray: no cluster can be reached at {options.address!r}: {error}") from error
                 Connection._is_ours = True
             Connection._users += 1
-        self.close = weakref.finalize(self, Connection._leave)  # idempotent
+        self.close = weakref.finalize(self, Connection._leave)  # a finalizer runs only once, so a second call is safe
 
     @staticmethod
     def nodes() -> list[dict[str, float]]:
-        """Resources of each running node: bytes for `memory` and `object_store_memory`, counts for `CPU` and `GPU`."""
+        """Return the resources of each live node of the cluster, by Ray's names: `memory` in bytes, `CPU`, `GPU`, …"""
         return [node["Resources"] for node in _ray().nodes() if node["Alive"]]
 
     @staticmethod
@@ -96,7 +95,7 @@ class RayHosts(Launcher):
         self._connection = connection
         self._listener: Listener | None = None
         self._placed: Any = None
-        self._serving: dict[Any, str] = {}  # future of an agent's `serve` → name of its host
+        self._serving: dict[Any, str] = {}  # Ray object reference of an agent's `serve` call → name of its host
         self._agents: list[Any] = []
 
     def start(self, world_size: int, device: str, deadline: float, check: Check) -> tuple[Listener, list[int]]:
@@ -130,8 +129,8 @@ class RayHosts(Launcher):
         return self._ray.util.placement_group_table(self._placed)["bundles_to_node_id"]
 
     def _devices(self, bundles: int, deadline: float, check: Check) -> dict[int, list[str]]:
-        """Return bundle index → devices that Ray has reserved in the bundle. Only a task that runs in a bundle can read
-        the bundle's devices; after the task has ended, the devices stay reserved."""
+        """Return the GPU ids that Ray has reserved for each bundle, by bundle index. Only a task that runs in a bundle
+        can read them, so the method runs a task in each bundle."""
         task = self._ray.remote(reserved_devices)
         pending = {at: task.options(**self._in_bundle(at, self._width)).remote() for at in range(bundles)}
         while len(self._ray.wait(list(pending.values()), num_returns=bundles, timeout=_WAIT_SECONDS)[0]) < bundles:
@@ -156,15 +155,15 @@ class RayHosts(Launcher):
         for ended in self._ray.wait(list(self._serving), timeout=0)[0]:
             try:
                 self._ray.get(ended)
-            except Exception as error:  # from its process, environment or host
+            except Exception as error:  # Ray raises various types if the agent's process, environment or host fails
                 raise_if_of_handler(error)
                 raise StartupError(f"the agent on {self._serving[ended]} ended: {error}") from error
 
     def close(self, patient: bool) -> None:
         if self._listener is not None:
             self._listener.close()
-        if self._placed is not None and self._ray.is_initialized():  # Ray may have ended before, at interpreter exit
-            if patient and self._serving:  # Ray logs a message for each actor that it kills
+        if self._placed is not None and self._ray.is_initialized():  # Ray may already be shut down at exit
+            if patient and self._serving:  # wait, because Ray logs a message for each actor that it kills
                 self._ray.wait(list(self._serving), num_returns=len(self._serving), timeout=_GOODBYE_SECONDS)
             self._ray.util.remove_placement_group(self._placed)
             self._placed = None
@@ -172,17 +171,18 @@ class RayHosts(Launcher):
 
 
 def bundle_of(options: RayOptions, device: str, width: int) -> dict[str, Any]:
-    """Return the resources of one bundle, resource name → amount, in the units of `Connection.nodes`.
+    """Return the resources of one bundle of the placement group: Ray's resource name → amount.
 
     Args:
-        width: number of ranks of the bundle: the ranks of a stage, or 1 without stages.
+        width: number of ranks of the bundle: all ranks of a pipeline stage, or 1 without stages.
     """
     each = {"CPU": options.cpus, **({"GPU": 1} if device == "cuda" else {}), **options.resources}
     return {name: amount * width for name, amount in each.items()}
 
 
 def ranks_of_each(world_size: int, bundle: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> int:
-    """Return the largest equal number of ranks per host for which the cluster has room; 1 without enough room."""
+    """Return the largest number of ranks per host, equal on all hosts, for which the cluster has room; at least 1.
+    `bundle` has the resources of one rank."""
     rooms = [min(int(node.get(name, 0) // amount) for name, amount in bundle.items()) for node in nodes]
     widths = [width for width in range(1, world_size + 1) if world_size % width == 0]
     return max([1, *(width for width in widths if sum(room // width for room in rooms) >= world_size // width)])

@@ -10,7 +10,7 @@ from parallelformers_ng.worker.preload import warm_up
 
 
 def reserved_devices() -> list[str]:
-    """Return the ids of the GPUs that Ray has assigned to this task, in the form of CUDA_VISIBLE_DEVICES."""
+    """Return the ids of the GPUs that Ray has assigned to this task, as CUDA_VISIBLE_DEVICES takes them."""
     import ray
 
     return [str(device) for device in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
@@ -22,12 +22,12 @@ class Agent:
     ) -> None:
         """Connect to the caller, then serve the group as `agent.serve` does.
 
-        With `devices`, the method sets CUDA_VISIBLE_DEVICES in this process.
+        If `devices` is not empty, the method sets CUDA_VISIBLE_DEVICES in this process.
         """
         begin = time.monotonic()
-        if devices:  # Ray has set CUDA_VISIBLE_DEVICES for this actor, which has no GPU
+        if devices:  # Ray hides all GPUs from this actor, because its ranks, not the actor, have reserved them
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        warm_up()  # start the fork server's imports in parallel with the imports below
+        warm_up()  # starts the fork server, whose imports run in parallel with those below
         from parallelformers_ng.hosts import agent
         from parallelformers_ng.wire.meeting import call
 

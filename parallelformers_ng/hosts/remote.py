@@ -19,12 +19,12 @@ from parallelformers_ng.wire.meeting import LOST_SECONDS
 from parallelformers_ng.wire.signed import Session, SignedChannel
 from parallelformers_ng.wire.transport import Channel
 
-STEER_SECONDS = 10.0  # maximum time for an agent to receive a command
+STEER_SECONDS = 10.0  # time limit for sending a command to an agent, and for its answer
 
 
 @dataclass(eq=False)
 class Host:
-    """A host of a group.
+    """A host of a group, as the caller sees it.
 
     Attributes:
         pids: process ids of the host's ranks; empty until the ranks are ready.
@@ -57,7 +57,7 @@ class Host:
         return cls(hello["name"], control, hello["machine"], hello["listens"])
 
     def say(self, *words: Any) -> None:
-        """Send a command of the agent and its arguments, for up to 10 s; do nothing if the agent cannot be reached."""
+        """Send a command and its arguments (`words`) to the agent; do nothing if it cannot be reached within 10 s."""
         with self.sending, contextlib.suppress(ChannelClosedError, RequestTimeoutError):
             if not self.is_lost:
                 self.control.send(FrameKind.REQUEST, 0, list(words), time.monotonic() + STEER_SECONDS)
@@ -65,10 +65,10 @@ class Host:
 
 @dataclass(eq=False)
 class RemoteWorker(Worker):
-    """A rank that an agent has started.
+    """A rank on a host of `Hosts`, which an agent has started.
 
     Attributes:
-        pidfd: descriptor that becomes readable when the rank has ended or its host is lost.
+        pidfd: descriptor that becomes readable when the rank has ended or its host is lost; no pidfd of Linux.
     """
 
     rank: int
@@ -83,13 +83,13 @@ class RemoteWorker(Worker):
         self.host_name = self.host.name
 
     def note_end(self, code: int | None = None) -> None:
-        """Record the end of the rank; without a code, the host is lost."""
+        """Record that the rank has ended with an exit code; None if the host is lost, so that the code is unknown."""
         if not self.has_ended():
             self._code = code
             os.eventfd_write(self.pidfd, 1)
 
     def kill(self) -> None:
-        """Kill all ranks on the host of this rank."""
+        """Kill this rank, and all other ranks on its host."""
         self.host.say("kill")
 
     def reap(self) -> int | None:

@@ -25,9 +25,9 @@ from parallelformers_ng.hosts.launcher import Check, Launcher
 from parallelformers_ng.wire.meeting import Address, Listener, call
 from parallelformers_ng.worker.preload import warm_up
 
-KEY = "PARALLELFORMERS_NG_KEY"  # name of the environment variable with the secret key of a job
+KEY = "PARALLELFORMERS_NG_KEY"  # environment variable that must have the same secret text on all nodes of a job
 
-# Name of the environment variable with the address of the caller's node; by default MASTER_ADDR is used.
+# Environment variable with the address at which other nodes reach the caller's node; MASTER_ADDR if it is not set.
 INTERFACE = "PARALLELFORMERS_NG_ADDRESS"
 
 _KEY_LENGTH = 32
@@ -36,7 +36,7 @@ _WHERE = "parallelformers_ng/address"
 
 
 def is_running() -> bool:
-    """Detect torchrun. A child of its processes counts, too, if the child has the same environment variables."""
+    """Whether torchrun has started this process. A child process with the same environment variables counts, too."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "GROUP_WORLD_SIZE" in os.environ
 
 
@@ -57,20 +57,20 @@ def world_size(num_gpus: int | None) -> int:
 
 
 def serve_unless_caller() -> None:
-    """Return at once in the process of rank 0; end every other process of the torchrun job by SystemExit.
+    """Return at once in the process of rank 0, the caller; end every other process of the torchrun job by SystemExit.
 
-    On each node without rank 0, the process of local rank 0 first serves until the caller has ended.
+    On each node without rank 0, the process of local rank 0 first serves as agent until the caller has ended.
     """
     if _number("RANK") == 0:
         return
     if _number("GROUP_RANK") == 0 or _number("LOCAL_RANK"):
-        sys.exit(0)  # the agent of this node starts this process's rank
+        sys.exit(0)  # the agent of this node starts the rank as a process of its own
     key, node = _key(), _number("GROUP_RANK")
     warm_up()
     address = _caller_address()
     groups: list[threading.Thread] = []
     try:
-        while True:  # each connection waits until the caller starts a group
+        while True:  # each `call` connects when the caller starts another group
             connection = call(address, key, b"host %d" % node, float("inf"))
             groups.append(threading.Thread(target=agent.serve, args=(connection, address, key, node), daemon=True))
             groups[-1].start()
@@ -85,15 +85,15 @@ def serve_unless_caller() -> None:
 def _caller_address() -> Address:
     store = _store()
     while True:
-        with contextlib.suppress(dist.DistStoreError):  # the address is not published yet
+        with contextlib.suppress(dist.DistStoreError):  # the caller has not published its address yet
             store.wait([_WHERE], timedelta(seconds=_POLL_SECONDS))
             host, _, port = store.get(_WHERE).decode().rpartition(" ")
             return host, int(port)
 
 
 def _store() -> dist.Store:
-    """Return torchrun's store, in which processes of the job exchange addresses. The store has no access control, so no
-    secret may be written to the store, and data from the store is not trusted."""
+    """Return torchrun's key-value store, through which the caller publishes its address to the other nodes. Anybody in
+    the network can read and write the store, so write no secrets to it, and do not trust its data."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise StartupError("torchrun shares no store with its processes; unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
     store = dist.TCPStore(os.environ["MASTER_ADDR"], _number("MASTER_PORT"), is_master=False)
@@ -101,7 +101,7 @@ def _store() -> dist.Store:
 
 
 def _key() -> bytes:
-    """Return the job's secret key, 32 bytes; for a job with one node, a random key."""
+    """Return the secret key of the job, 32 bytes: a hash of the text in `KEY`, or random if the job has one node."""
     if _number("GROUP_WORLD_SIZE") == 1:
         return secrets.token_bytes(_KEY_LENGTH)
     text = os.environ.get(KEY, "")
@@ -118,10 +118,10 @@ def _number(name: str) -> int:
 
 
 class Torchrun(Launcher):
-    """A `Launcher` for a torchrun job, whose agents are already running and wait for the next group.
+    """A `Launcher` for a torchrun job, whose agents already run and connect when this process starts a group.
 
-    The agents end with this process, and if an agent dies, torchrun ends the job. The first object of a job with
-    several nodes publishes the address of this process in torchrun's store.
+    The agents end with this process. If an agent dies, torchrun ends the job. If the job has several nodes, the first
+    object of this class publishes the address of this process in torchrun's store.
     """
 
     _lock = threading.Lock()
@@ -149,7 +149,7 @@ def _open() -> tuple[bytes, Listener]:
     name = os.environ.get(INTERFACE) or os.environ["MASTER_ADDR"]
     try:
         listener = Listener(str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]), key)
-    except (OSError, ValueError) as error:  # ValueError: the address stands for every interface
+    except (OSError, ValueError) as error:  # `Listener` raises ValueError for an address such as 0.0.0.0
         reason = error.strerror if isinstance(error, OSError) else error
         raise StartupError(
             f"{name} is not an address of this machine ({reason}); set {INTERFACE} to the address at which"

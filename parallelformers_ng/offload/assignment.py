@@ -13,12 +13,12 @@ from parallelformers_ng.sharding.wording import human_bytes
 
 
 def tiers_for(model: nn.Module, plan: ShardPlan, budget: Budget | None) -> Tiers | None:
-    """Assign a place to the weights of each layer; return None if all weights fit on the devices, or without a budget.
+    """Decide whether the weights of each layer stay on the device, in RAM or on disk.
 
-    A rank's device has all weights outside of layers, the running layer, the next layer, and as many further layers as
-    the budget allows. If the budget has no memory for the next layer, that layer exceeds the budget. Further layers are
-    spread evenly, so that an offloaded layer arrives while other layers run. Offloaded layers are in RAM as far as the
-    RAM budget allows, and on disk otherwise.
+    The result is None if all weights fit on the devices, or without a budget. A device always has all weights outside
+    of layers, the running layer, and the next layer, even if the next layer exceeds the budget. Of the other layers, as
+    many as fit stay on the device, spread evenly over the model, so that an offloaded layer is copied while other
+    layers run. Offloaded layers go to RAM up to the RAM budget, then to disk.
     """
     if budget is None:
         return None
@@ -49,7 +49,7 @@ def tiers_for(model: nn.Module, plan: ShardPlan, budget: Budget | None) -> Tiers
 def _leave_to_disk(
     plan: ShardPlan, layers: dict[str, list[str]], places: list[dict[str, Place]], budget: Budget
 ) -> None:
-    """Move layers from RAM to disk, in `places`, until the RAM budget is met; each rank moves the same share."""
+    """Change layers in `places` from RAM to disk until the RAM budget is met, the same fraction for each rank."""
     in_ram = [
         {path: size for path, size in _sizes(plan, layers, rank).items() if of_rank[path] == "cpu"}
         for rank, of_rank in enumerate(places)
@@ -66,7 +66,7 @@ def _leave_to_disk(
 
 
 def _spread(sizes: dict[str, int], room: int) -> set[str]:
-    """Choose layers of at most `room` bytes together, spread evenly over all layers."""
+    """Choose layers, evenly spread over the model, whose sizes add up to at most `room` bytes."""
     total, credit, stays = sum(sizes.values()), 0, set()
     for path, size in sizes.items():
         credit += size * min(room, total)
@@ -83,9 +83,9 @@ def _sizes(plan: ShardPlan, layers: dict[str, list[str]], rank: int) -> dict[str
 
 
 def _layers(model: nn.Module, plan: ShardPlan) -> dict[str, list[str]]:
-    """Return the path of each layer of a model → storage names of the parameters that only this layer has.
+    """Map the path of each layer of a model to the storage names of its parameters, without those of other modules.
 
-    A layer is an item of an outermost `ModuleList` that contains a block of the plan.
+    A layer is an item of an outermost `ModuleList`, and is or contains a block of the plan.
     """
     lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     aliases, layers = plan.aliases(), dict[str, list[str]]()

@@ -18,8 +18,8 @@ class Budget:
     """Memory limits for the weights of a replica.
 
     Attributes:
-        devices: for each rank, name and limit in bytes of its device; the smallest limit of all replicas counts.
-        cpu: RAM in bytes for offloaded weights of all ranks of a replica.
+        devices: (name of the device, limit in bytes) for each rank, from the replica with the smallest limit.
+        cpu: RAM in bytes for the offloaded weights of all ranks of a replica.
         folder: folder for weights that do not fit in RAM.
         is_cuda: whether ranks compute on CUDA devices, to which weights in RAM must be copied.
     """
@@ -35,23 +35,23 @@ def budget_of(
 ) -> Budget | None:
     """Return the memory limits that the options set; None if the options set no limits.
 
-    The function creates the offload folder if it does not exist. Without a limit for "cpu", the limit is the available
-    memory of the machine. On CUDA devices, the replicas share the limit for "cpu" equally.
+    The function creates the offload folder if it does not exist. The default for "cpu" is the available memory of the
+    machine. On CUDA devices, the replicas share the limit for "cpu" equally.
 
     Args:
         kind: "cpu" or "cuda"; with "cpu", the device numbers in `max_memory` are rank numbers.
-        device_ids: CUDA device of each rank, replica after replica; by default 0, 1, 2, ….
+        device_ids: CUDA device of each rank of the first replica, then of the second, …; by default 0, 1, 2, ….
     """
     if options.max_memory is None:
         return None
-    apart = 1 if kind == "cpu" else replicas  # on CPU, replicas share one copy of the weights
+    apart = 1 if kind == "cpu" else replicas  # CPU replicas share one copy of the weights, so they count as one
     keys = list(range(world_size * apart) if kind == "cpu" or device_ids is None else device_ids)
     check_devices(options.max_memory, keys)
     sizes = sizes_in_bytes(options.max_memory)
     if options.offload_folder is not None:
         _check_folder(options.offload_folder)
     cpu = (sizes[CPU] if CPU in sizes else _free_memory()) // apart
-    rooms = {key: sizes[key] // keys.count(key) for key in keys}  # ranks may share a device
+    rooms = {key: sizes[key] // keys.count(key) for key in keys}  # ranks on the same device share its limit equally
     least = [min(keys[rank::world_size], key=lambda key: rooms[key]) for rank in range(world_size)]
     return Budget([(_name(key, keys), rooms[key]) for key in least], cpu, options.offload_folder, kind == "cuda")
 

@@ -18,12 +18,12 @@ from parallelformers_ng.offload.pages import evict, read_ahead, replace_by_copie
 
 
 class MovedLayer:
-    """The weights of a layer that are offloaded while the layer does not run. The methods of this class do nothing.
+    """Base class of the weights of a layer that are offloaded while the layer does not run. The methods do nothing.
 
     Attributes:
-        coming: future that is done when `bring` has finished; None if no move to the device has been requested.
-        going: future that is done when `drop` has finished; None if a forward pass has waited for it.
-        next: layer that ran after this layer last time.
+        coming: future of `bring`, which moves the weights to the device; None if the move was not requested.
+        going: future of `drop`, which moves them away; None if a forward pass has already waited for it.
+        next: layer that ran after this layer in the last forward pass, and is expected to do so again.
     """
 
     next: MovedLayer
@@ -34,30 +34,30 @@ class MovedLayer:
         self.going: Future[None] | None = None
 
     def bring(self) -> None:
-        """Read the weights into memory. Called in the mover thread; the waiting forward pass raises an OSError."""
+        """Read the weights into memory. Runs in the mover thread; the forward pass that waits raises its OSError."""
 
     def drop(self) -> None:
-        """Free their memory. Called in the mover thread; the layer's next forward pass raises an OSError."""
+        """Free the memory of the weights. Runs in the mover thread; the next forward pass raises its OSError."""
 
     def ask(self) -> None:
-        """Queue copies of the weights to the device. Called in the thread that computes."""
+        """Start asynchronous copies of the weights to the device. Runs in the thread of the forward pass."""
 
     def enter(self) -> None:
-        """Set the weights on the device as the module's parameters. Called in the thread that computes."""
+        """Set the device copies of the weights as the module's parameters. Runs in the thread of the forward pass."""
 
     def leave(self) -> None:
-        """Set the offloaded weights as the module's parameters again. Called in the thread that computes."""
+        """Set the offloaded weights as the module's parameters again. Runs in the thread of the forward pass."""
 
 
 class MappedLayer(MovedLayer):
-    """A layer whose weights are views of mapped files. Code outside the layer can read the weights at any time.
+    """A layer on CPU whose weights are views of mapped files, so that other code can read them at any time.
 
-    While the layer runs, its pages are copies of the file, read with direct I/O, or pages of the page cache.
+    Before the layer runs, its weights are read into memory: with direct I/O if possible, else into the page cache.
     """
 
     def __init__(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
         super().__init__(module)
-        self._tensors = tensors  # keeps the file mapped, so that its addresses are not reused
+        self._tensors = tensors  # keeps the files mapped as long as this object uses their addresses
         self._stretches = stretches(tensors)
         sources = [source_of(stretch) for stretch in self._stretches]
         known = [(stretch, source) for stretch, source in zip(self._stretches, sources, strict=True) if source]
@@ -80,14 +80,14 @@ class MappedLayer(MovedLayer):
 class CopiedLayer(MappedLayer):
     """Weights of a layer in host memory or in mapped files, which are copied to a CUDA device while the layer runs.
 
-    Weights in page-locked memory are copied ahead, while the device computes earlier layers. Weights in mapped files
-    are read into memory ahead, and copied to the device when the layer runs.
+    Weights in pinned memory are copied while the device computes earlier layers. Weights in mapped files are read into
+    memory meanwhile, and copied to the device when the layer runs.
 
     Args:
-        places: for each weight, the parameter dictionary of its module, and the weight's name in that dictionary. While
-            the layer does not run, the dictionary has the weight in host memory.
-        staging: buffers for copies from mapped files; None for weights in page-locked memory.
-        stream: CUDA stream of the copies that run ahead.
+        places: for each weight, the `_parameters` of its module, and the weight's name in it. While the layer does not
+            run, `_parameters` has the weight in host memory.
+        staging: buffers for copies from mapped files; None for weights in pinned memory.
+        stream: CUDA stream for the copies of weights in pinned memory.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class CopiedLayer(MappedLayer):
 
     def ask(self) -> None:
         if self._staging is None:
-            if not self._written:  # the first time, wait for queued writes to the weights in host memory
+            if not self._written:  # the first time, the device may still be writing the weights to host memory
                 self._stream.wait_stream(torch.cuda.current_stream(self._device))
                 self._written = True
             with torch.cuda.stream(self._stream):
@@ -121,7 +121,7 @@ class CopiedLayer(MappedLayer):
         else:
             self._copies = [self._staging.to_device(home) for home in self._homes]
         for (table, name), copy in zip(self._places, self._copies, strict=True):
-            copy.record_stream(current)  # torch frees the copy only after the work that is queued on this stream
+            copy.record_stream(current)  # keeps torch from freeing the copy while this stream uses it
             table[name] = nn.Parameter(copy, requires_grad=False)
 
     def leave(self) -> None:
@@ -131,9 +131,9 @@ class CopiedLayer(MappedLayer):
 
 
 class Moves:
-    """Moves layers to the device and away during forward passes of a model, by hooks on the layers.
+    """Forward pre-hooks that move each layer's weights to the device before it runs, and away afterwards.
 
-    A thread reads the next layer into memory while a layer computes.
+    While a layer computes, a thread already reads the weights of the next layer into memory.
 
     Args:
         layers: the layers, in the expected order of running.
@@ -165,9 +165,9 @@ class Moves:
             self._request(layer).result()
             going, layer.going = layer.going, None
             if going is not None:
-                going.result()  # done, because the mover drops a layer before it brings the layer again
+                going.result()  # raises the error of `drop`, which has finished, because `bring` is queued after it
         except BaseException:
-            layer.coming = None  # the next call requests the layer again
+            layer.coming = None  # forget the failed move, so that the next forward pass requests it again
             raise
         layer.enter()
         self._running = layer

@@ -12,14 +12,14 @@ from parallelformers_ng.serving.engine import Engine, GenerationJob
 from parallelformers_ng.serving.processors import Likelihood
 from parallelformers_ng.serving.tools import AnswerReader, Read
 
-_UNFINISHED = "\ufffd"  # replacement character, which a tokenizer writes for an incomplete character
+_UNFINISHED = "\ufffd"  # a tokenizer decodes the first bytes of an incomplete UTF-8 character to this character
 
 
 class Detokenizer:
-    """Incremental converter of tokens to text.
+    """Incremental detokenizer, for streaming.
 
-    The text of a token depends on the tokens before it, because of spaces and characters of several tokens. Each call
-    decodes the last complete piece with and without the new tokens. The difference is the new text.
+    The text of a token depends on earlier tokens: a token may add a space, or be a part of a UTF-8 character. So each
+    call of `add` decodes the latest tokens with and without the new tokens; the new text is the difference.
     """
 
     def __init__(self, tokenizer: Any, keep_special: bool = False) -> None:
@@ -29,7 +29,7 @@ class Detokenizer:
         self._context, self._read = 0, 0
 
     def add(self, tokens: Sequence[int], last: bool = False) -> str:
-        """Add tokens and return the new text in complete characters; with `last` also incomplete characters."""
+        """Add tokens, and return the new text. An incomplete UTF-8 character waits for more tokens, unless `last`."""
         self._tokens += tokens
         before = self._decode(self._tokens[self._context : self._read])
         now = self._decode(self._tokens[self._context :])
@@ -43,9 +43,9 @@ class Detokenizer:
 
 
 class Stopper:
-    """Filter that ends a text before the first stop string.
+    """Filter that cuts a streamed text before the first stop string.
 
-    The filter delays the end of the text if the end may be the beginning of a stop string.
+    The filter withholds the end of the text while the end may be the beginning of a stop string.
 
     Attributes:
         stopped: whether the text has reached a stop string.
@@ -57,7 +57,7 @@ class Stopper:
         self.stopped = False
 
     def add(self, text: str, last: bool = False) -> str:
-        """Add text and return the text that cannot belong to a stop string; with `last` also the delayed text."""
+        """Add text, and return the text that cannot belong to a stop string; if `last`, also the withheld text."""
         if self.stopped:
             return ""
         text = self._delayed + text
@@ -73,20 +73,20 @@ class Stopper:
 
 @dataclass
 class Piece:
-    """A new piece of an answer."""
+    """New text of an answer, for one chunk of a stream."""
 
-    index: int  # number of the answer within its request
+    index: int  # position of the answer among the answers to one request, from 0
     read: Read = field(default_factory=Read)
     tokens: int = 0
-    likelihoods: list[Likelihood] = field(default_factory=list)  # of each token; empty without `logprobs`
-    finish: str | None = None  # why the answer ends here: "stop", "length" or "tool_calls"; None if it continues
+    likelihoods: list[Likelihood] = field(default_factory=list)  # empty if the request has no `logprobs`
+    finish: str | None = None  # "stop", "length" or "tool_calls" if the answer ends here, else None
 
 
 async def write(engine: Engine, tokenizer: Any, index: int, job: GenerationJob) -> AsyncGenerator[Piece, None]:
-    """Yield the pieces of one answer. The last piece has the reason why the answer ended.
+    """Generate one answer, and yield its pieces. The last piece has `finish`, the reason why the answer ended.
 
-    The text leaves out the engine's end tokens; `Piece.tokens` includes them. A complete answer is counted in the
-    engine's metrics. If the caller closes the generator, decoding ends within one decode step.
+    The text has no end-of-sequence tokens, but `Piece.tokens` counts them. The engine's metrics count each answer that
+    ends by itself. If the caller closes the generator, decoding ends within one decode step.
     """
     text = Detokenizer(tokenizer, keep_special=isinstance(job.reader, AnswerReader))
     stopper = Stopper(job.stops)
@@ -120,7 +120,7 @@ async def write(engine: Engine, tokenizer: Any, index: int, job: GenerationJob) 
 
 
 async def write_all(engine: Engine, tokenizer: Any, jobs: Sequence[GenerationJob]) -> AsyncGenerator[Piece, None]:
-    """Yield the pieces of several concurrent answers in order of arrival; `Piece.index` is the position of the job.
+    """Generate several answers concurrently, and yield their pieces in order of arrival; `Piece.index` indexes `jobs`.
 
     An error in one answer ends all answers. If the caller closes the generator, all answers end within one decode step.
     """

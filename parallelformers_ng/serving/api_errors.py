@@ -22,13 +22,13 @@ _JSON = re.compile(r"\s*application/([\w.+-]+\+)?json\b", re.IGNORECASE)
 
 
 _RESPONSE_HEADERS = {
-    401: {"WWW-Authenticate": 'Basic realm="the password is the API key of this server"'},  # a browser asks for it
-    503: {"Retry-After": "1"},  # seconds
+    401: {"WWW-Authenticate": 'Basic realm="the password is the API key of this server"'},  # so browsers ask for it
+    503: {"Retry-After": "1"},  # the client should send the request again after 1 second
 }
 
 
 class ApiError(Exception):
-    """Error with an HTTP status, the field of the request that caused it, and a name of the error for programs."""
+    """Error response: HTTP status, message, request field at fault (`param`), and name of the error (`code`)."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class ApiError(Exception):
         self.code = code
 
     def body(self) -> dict[str, Any]:
-        current.get().why = str(self)  # for the line of the access log
+        current.get().why = str(self)  # the access log shows this message
         kind = _TYPES.get(self.status) or ("server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
@@ -51,7 +51,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 @contextlib.contextmanager
 def refusing(kinds: tuple[type[Exception], ...], what: str, param: str) -> Iterator[None]:
-    """Turn errors of some kinds inside the block into ApiErrors with status 400."""
+    """Convert errors of the types `kinds` in the block to status 400, with the message "{what}: {error}"."""
     try:
         yield
     except kinds as error:
@@ -59,10 +59,10 @@ def refusing(kinds: tuple[type[Exception], ...], what: str, param: str) -> Itera
 
 
 def api_error(error: Exception) -> ApiError:
-    """Convert an exception to an error with an HTTP status, and log an error of the server or its workers."""
+    """Convert any exception to an `ApiError`, and log the exception if the server or its workers are at fault."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, GrammarError):  # raised on a rank
+    if isinstance(error, GrammarError):  # a rank raises it for a grammar that only fails during decoding
         message = "the constraint on the answer is too complex, or allows no next token; send a simpler constraint"
         return bad_request(message)
     if isinstance(error, BatchingError) and error.option not in ("", "waiting"):
@@ -71,10 +71,10 @@ def api_error(error: Exception) -> ApiError:
         return bad_request(message, code="context_length_exceeded")
     if isinstance(error, BatchingError):
         return ApiError(503, f"{str(error).partition('; ')[0]}; send the request again later", code="overloaded")
-    if isinstance(error, TimeoutError):  # raised by the server or by the model
+    if isinstance(error, TimeoutError):  # a time limit of the server or of the model has passed
         message = "the request reached its time limit; ask for fewer tokens, or send the request again later"
         return ApiError(503, message, code="timeout")
-    if isinstance(error, ParallelError):  # raised by the workers, which restart if possible
+    if isinstance(error, ParallelError):  # a worker failed; workers restart if possible, so a later request may succeed
         log.error("%s: %s", type(error).__name__, error)
         return ApiError(503, "the model cannot answer now; send the request again", code=type(error).__name__)
     log.error("a request failed", exc_info=error)
@@ -82,7 +82,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Register handlers that format every error of an application as an `ApiError`.
+    """Register exception handlers that answer every error in OpenAI's format.
 
     A request that does not fit a pydantic model gets status 400 instead of FastAPI's 422. Errors of routing, such as an
     unknown path, keep their status.
@@ -108,7 +108,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     @app.exception_handler(ValidationError)
     async def invalid(request: Request, error: RequestValidationError | ValidationError) -> JSONResponse:
-        # Each type of a union has its own error; the deepest error belongs to the type that the client meant.
+        # Pydantic reports an error for each member of a union; the deepest error is of the member that fits best.
         first = max(error.errors(), key=lambda each: len(each["loc"]))
         if first["type"] == "json_invalid":
             place = f"{first['ctx']['error']} at character {first['loc'][-1]}"

@@ -38,10 +38,10 @@ _HEADERS = {
 
 
 def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind) -> AccessGuard:
-    """Build the web application that serves a model, with the access guard around it.
+    """Build the web application that serves a model, wrapped in the access guard.
 
-    The `tokenizer` of a model that reads pictures or transcribes sound is the processor. If the model lower-cases
-    texts, the function changes the tokenizer's normalizer.
+    For a model that reads pictures or transcribes sound, `tokenizer` is the transformers processor. If the model
+    lower-cases texts, the function changes the tokenizer's normalizer.
     """
     template = None if options.chat_template is None else read_text(options.chat_template, "chat_template")
     processor = tokenizer if hasattr(tokenizer, "tokenizer") else None
@@ -52,7 +52,7 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind) ->
     generation, status = Generation(engine, chat, pictures), Status(engine, chat)
     transcription = Transcription(engine, processor if kind.transcribes else None)
     forwards = Forwards(engine, chat, kind.pooling, kind.activation)
-    # FastAPI's own page at /docs loads scripts from other sites.
+    # FastAPI's own page at /docs is off, because it loads scripts from other sites.
     app = FastAPI(title="parallelformers_ng", docs_url=None, redoc_url=None)
     api_errors.install(app)
     if options.cors:
@@ -75,7 +75,7 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind) ->
         (generation.tokenize, "/tokenize"),
     ):
         for path in paths:
-            app.add_api_route(path, handler, methods=["POST"])  # the page describes a route with its docstring
+            app.add_api_route(path, handler, methods=["POST"])  # the page `/docs` shows the docstring of the handler
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _api_page(app: FastAPI) -> str:
 
 
 def _fields(path: str, body: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return name, kind and note of request fields: supported fields, then refused fields, then ignored fields."""
+    """List (name, kind, note) of a route's request fields: first supported, then refused, then ignored fields."""
     required = body.get("required", ())
     rows = [(name, "needed" if name in required else "", NOTES.get(name, "")) for name in body["properties"]]
     for kind, table in (("refused", REFUSED), ("ignored", IGNORED)):

@@ -18,7 +18,7 @@ JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 
 
 def plain_messages(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert messages with tools to messages without tools, for models whose chat template does not support tools.
+    """Rewrite tool calls and tool results as plain text, for models whose chat template does not support tools.
 
     The text of the first message begins with a description of the tools. A tool call becomes text of the assistant's
     message. A tool result becomes a user message; consecutive tool results become one user message.
@@ -50,7 +50,7 @@ def plain_messages(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) 
 
 
 def calls_grammar(form: BareForm, tools: Sequence[dict[str, Any]], several: bool) -> str:
-    """Write a grammar, in llguidance's Lark syntax, of one call, or with `several` of a list of at least one call."""
+    """Write a grammar, in llguidance's Lark syntax, for one tool call; if `several`, for a list of tool calls."""
     rules = ['start: "[" call (", " call)* "]"' if several else "start: call"]
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
     for index, tool in enumerate(tools):
@@ -68,8 +68,8 @@ def _text(value: Any) -> str:
 class BareReader:
     """Parser of tool calls at the beginning of an answer: consecutive JSON objects, or a list of JSON objects.
 
-    An answer that does not begin with a tool call is text. Text after tool calls is also text. If calls are `forced`,
-    the answer has only calls, and an incomplete call is dropped.
+    An answer that does not begin with a tool call is plain text, as is everything after the tool calls. If the request
+    forces tool calls (`forced`), all plain text and an incomplete call are dropped.
     """
 
     def __init__(self, form: BareForm, names: set[str], forced: bool = False) -> None:
@@ -80,7 +80,7 @@ class BareReader:
         self._has_called = self._is_text = False
 
     def add(self, text: str, last: bool = False) -> Read:
-        """Add text of the answer, and return the calls that are complete, or the text if the rest is text."""
+        """Add text of the answer. Return the tool calls that are now complete, and text that is surely no tool call."""
         self._buffer += text
         read = Read()
         while not self._is_text and (rest := self._buffer.lstrip(_SEPARATORS)):
@@ -89,7 +89,7 @@ class BareReader:
                 break
             try:
                 value, size = json.JSONDecoder().raw_decode(rest)
-            except (ValueError, RecursionError):  # incomplete JSON, or text that is not JSON
+            except (ValueError, RecursionError):  # the JSON is not complete yet, or is no JSON: wait for more text
                 break
             call = self._call(value)
             if call is None:

@@ -18,9 +18,9 @@ class Chat:
     """Tokenizer of a server, with its chat template and its format of tool calls.
 
     Args:
-        template: chat template that replaces the processor's and the tokenizer's, or None.
+        template: chat template to use; None for that of the processor or of the tokenizer.
         most: maximum number of tokens in a prompt.
-        processor: processor of a model that reads pictures, or None.
+        processor: transformers processor of a model that reads pictures, or None.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None, most: int = 1 << 31, processor: Any = None) -> None:
@@ -40,19 +40,20 @@ class Chat:
 
     @functools.cached_property
     def _takes_parts(self) -> bool:
-        """The template reads only lists of message parts, and drops content that is a string."""
+        """Whether the chat template drops string content, so that each message needs a list of parts."""
         mark = "parallelformers"
 
         def shows(content: Any) -> bool:
             try:
                 return mark in self._apply([{"role": "user", "content": content}])
-            except Exception:  # the template is foreign code and may raise any error
+            except Exception:  # a model's chat template may raise any error
                 return False
 
         return not shows(mark) and shows([{"type": "text", "text": mark}])
 
     def begins_with_special(self, text: str) -> bool:
-        """A tokenizer leaves special tokens to the template. A processor adds them unless the text begins with BOS."""
+        """Whether to add special tokens to a templated text: never with a tokenizer, because the template writes them;
+        with a processor, unless the text begins with BOS."""
         begin = self.tokenizer.bos_token
         return self._reads_pictures and not (begin is not None and text.startswith(begin))
 
@@ -60,17 +61,17 @@ class Chat:
         return self.encoding(text, special)["input_ids"]
 
     def encoding(self, text: str, special: bool = True, second: str | None = None) -> Mapping[str, Any]:
-        """Tokenize a text or a pair of texts to all model inputs, lists with one item for each token."""
+        """Tokenize a text, or a pair of texts. The values, such as `input_ids`, are lists with one item per token."""
         self.check_length(text)
         self.check_length(second or "")
-        # A lone surrogate, which JSON can contain, is an error of the tokenizer.
+        # JSON can contain a lone surrogate, for which the tokenizer raises an error.
         with refusing((ValueError, TypeError), "the tokenizer cannot read the text", "prompt"):
             return self.tokenizer(text, second, add_special_tokens=special, verbose=False)
 
     def check_length(self, text: str) -> None:
-        """Raise an error if a text surely has more tokens than the limit of a prompt.
+        """Raise an error if a text has too many characters to fit in the token limit of a prompt.
 
-        The check uses the number of characters, because tokenizing a very long text takes seconds.
+        The check before the tokenizer saves the seconds that it would take for a very long text.
         """
         if len(text) > self._max_tokens * self._longest_token:
             why = f"the prompt has {len(text)} characters, which is more than the limit of {self._max_tokens} tokens"
@@ -79,10 +80,9 @@ class Chat:
     def prompt(
         self, messages: list[Message], tools: list[dict[str, Any]], arguments: Mapping[str, Any] | None = None
     ) -> str:
-        """Write the prompt for chat messages.
+        """Convert chat messages to a prompt with the chat template.
 
-        If the chat template does not show how the model writes tool calls, text in the first message describes the
-        tools.
+        If the chat template does not support tools, a text in the first message describes the tools instead.
         """
         if not self.has_template:
             why = "the model has no chat template; use /v1/completions, or start the server with --chat-template FILE"
@@ -98,7 +98,7 @@ class Chat:
             return self._apply(read, tools=tools or None, **(arguments or {"add_generation_prompt": True}))
         except RecursionError:
             raise bad_request("the messages are nested too deeply", "messages") from None
-        except Exception as error:  # the template is foreign code and may refuse messages
+        except Exception as error:  # a model's chat template may raise any error, for example to refuse a role
             if hasattr(error, "param"):
                 raise
             raise bad_request(f"the chat template refuses the messages: {error}", "messages") from None
@@ -115,22 +115,22 @@ class Chat:
         return Constraint("lark", grammar, "tools")
 
     def reader(self, prompt: str, choice: ToolChoice) -> AnswerReader | BareReader | None:
-        """Make a parser of reasoning and tool calls in one answer; None if the whole answer is text."""
+        """Return a new parser for the reasoning and the tool calls of one answer; None if the answer is plain text."""
         if choice.forced or (choice.tools and not isinstance(self._form, dict)):
             names = {tool["function"]["name"] for tool in choice.tools}
             return BareReader(self._bare_form, names, choice.forced)
         if isinstance(self._form, dict) and (choice.tools or getattr(self.tokenizer, "response_template", None)):
             form = dict(self._form)
-            if not choice.tools:  # what looks like a call is text
+            if not choice.tools:  # without tools, text that looks like a tool call stays text
                 form["fields"] = {name: field for name, field in form["fields"].items() if name != "tool_calls"}
             return AnswerReader(self.tokenizer, form, prompt, choice.tools)
         return None
 
 
 def _plain(message: Message, reads_pictures: bool) -> dict[str, Any]:
-    """Convert a message to the format that chat templates read.
+    """Convert a request's message to the format that chat templates read.
 
-    The content is one string, or a list of parts if the message has pictures. The arguments of tool calls are objects.
+    `content` becomes one string, or a list of parts if the message has pictures. Arguments of tool calls become dicts.
     """
     plain = message.model_dump(exclude_none=True)
     if message.pictures and message.role != "user":

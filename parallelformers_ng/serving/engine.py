@@ -24,36 +24,36 @@ from parallelformers_ng.serving.processors import Likelihood, Recorder, likelies
 from parallelformers_ng.serving.serve_options import ServeOptions
 from parallelformers_ng.serving.tools import AnswerReader
 
-_CANCEL_SECONDS = 60.0  # time for ranks to stop a canceled call; workers that take longer are restarted
-_LOGITS_BYTES = 1 << 30  # memory limit for the logits of a prompt, if a request has `echo` and `logprobs`
+_CANCEL_SECONDS = 60.0  # workers that need longer to stop a canceled call are restarted
+_LOGITS_BYTES = 1 << 30  # `echo` with `logprobs` is refused for a prompt whose logits need more memory
 
 
 @dataclass(frozen=True)
 class Prompt:
     ids: list[int]
-    inputs: dict[str, Any] = field(default_factory=dict)  # from pictures; a call with such inputs runs alone
-    text: str | None = None  # text of a chat, for the parser of the answer
+    inputs: dict[str, Any] = field(default_factory=dict)  # made from pictures; a call with pictures is not batched
+    text: str | None = None  # the prompt of a chat as text, which the parser of the answer reads; None without a chat
 
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """Job of the engine: one answer to one prompt."""
+    """Everything the engine needs to generate one answer to one prompt."""
 
     prompt: Prompt
     model: str | None  # name of the model or adapter that answers; None for the model
-    settings: dict[str, Any]  # values of `GenerationConfig` that differ from the model's own; has `max_new_tokens`
+    settings: dict[str, Any]  # attributes to change in the model's `GenerationConfig`; always has `max_new_tokens`
     seed: int
-    processors: list[Any]  # logits processors; penalties come first
-    recorder: Recorder | None  # the one of `processors` that records probabilities
-    min_tokens: int  # the text of these tokens is not searched for stop strings
+    processors: list[Any]  # logits processors, in the order in which they run
+    recorder: Recorder | None  # the item of `processors` that records log-probabilities, if any
+    min_tokens: int  # stop strings in the first `min_tokens` tokens do not end the answer
     ends: frozenset[int]  # ids of tokens that end the answer
     stops: list[str]  # the answer ends before the first stop string
-    reader: AnswerReader | BareReader | None  # parser of reasoning and tool calls; None for plain text
-    max_calls: int | None  # further tool calls are dropped
-    answer: AnswerMetrics  # place of the answer, from `Engine.admitted`
+    reader: AnswerReader | BareReader | None  # parser of reasoning and tool calls; None if the answer is plain text
+    max_calls: int | None  # maximum number of tool calls; the server drops further calls
+    answer: AnswerMetrics  # metrics of this answer, one of those that `Engine.admitted` yields
 
 
-NewTokens = tuple[list[int], list[Likelihood]]  # likelihoods only if the job has a recorder
+NewTokens = tuple[list[int], list[Likelihood]]  # the second list is empty if the job has no recorder
 
 
 class Engine:
@@ -84,7 +84,8 @@ class Engine:
 
     @contextmanager
     def admitted(self, count: int) -> Iterator[list[AnswerMetrics]]:
-        """Yield places for answers, status 503 if none is free. Places that `generate` does not use are given back."""
+        """Reserve capacity for `count` answers inside the block, or raise an ApiError with status 503 if the server is
+        full. The block's end frees the capacity of answers that `generate` did not begin."""
         limit, occupied = self.options.max_answers, self.metrics.in_flight
         if occupied + count > limit:
             why = f"the server has {occupied} answers running or waiting, and the request needs {count} more"
@@ -111,9 +112,9 @@ class Engine:
     async def generate(self, job: GenerationJob) -> AsyncGenerator[NewTokens, None]:
         """Yield the new tokens of one answer after each decode step.
 
-        A job with a recorder that runs alone yields all tokens at the end of the call. The place of the answer is
-        free after its end. If the caller closes the generator, the call ends within one decode step. TimeoutError after
-        the server's `timeout`, which includes the wait for a row.
+        If the job has a recorder and cannot be batched, all tokens come at the end of the call. The end of the answer
+        frees its capacity (see `admitted`). If the caller closes the generator, the call ends within one decode step.
+        TimeoutError is raised after the server's `timeout`, which includes the wait for a batch slot.
         """
         ids = torch.tensor([job.prompt.ids])
         arguments: dict[str, Any] = {
@@ -153,7 +154,7 @@ class Engine:
         return {"adapter_names": [self._adapters[name or self.options.name]]} if self._adapters else {}
 
     async def read(self, ids: list[int], alternatives: int, model: str | None = None) -> list[Likelihood]:
-        """Compute the likelihood of each token of a prompt, beginning with the second token."""
+        """Compute the log-probability of each token of a prompt, except the first token, in one forward pass."""
         token_limit = _LOGITS_BYTES // (4 * self.vocabulary)
         if len(ids) > token_limit:
             message = f"the prompt has {len(ids)} tokens; with echo and logprobs the limit is {token_limit}"
@@ -171,7 +172,7 @@ class Engine:
         ]
 
     async def ready(self, seconds: float) -> str:
-        """Why the ranks do not complete a collective ping, or send a token, within the given seconds; "" if they do."""
+        """Return "" if within `seconds` the ranks complete a collective or send a token, otherwise the reason."""
         if self._ping is None or self._ping.done():
             self._ping = asyncio.ensure_future(asyncio.to_thread(deployment_of(self.model).ping))
         start = time.monotonic()
@@ -190,14 +191,14 @@ class Engine:
         config.update(max_length=None, **settings)
         config.eos_token_id = sorted(job.ends)
         if config.pad_token_id is None:
-            config.pad_token_id = next(iter(self.ends), 0)  # no row is padded, but transformers needs a pad token
+            config.pad_token_id = next(iter(self.ends), 0)  # `generate` requires a pad token, but pads nothing
         return config
 
 
 def seed_of(seed: int | None) -> int:
-    """Convert a request's seed to a number from 0 to 2**63 - 1, by default a random one.
+    """Convert a request's seed to a number from 0 to 2**63 - 1; a request without a seed gets a random seed.
 
-    A sampling call without a seed cannot share a batch if the model draws from the caller's generator.
+    Without any seed, sampling would draw from the caller's torch generator, and such calls cannot be batched.
     """
     return secrets.randbelow(1 << 63) if seed is None else seed % (1 << 63)
 
@@ -206,10 +207,10 @@ def seed_of(seed: int | None) -> int:
 class _Tokens(BaseStreamer):
     """Streamer that sends tokens and likelihoods from the decoding thread to the event loop of the server.
 
-    A call that runs alone returns its likelihoods only at the end of the call.
+    A call that is not batched returns its likelihoods only at the end of the call.
     """
 
-    loop: asyncio.AbstractEventLoop  # of the server
+    loop: asyncio.AbstractEventLoop  # the server's event loop, in another thread than the decoding
     queue: asyncio.Queue[NewTokens | None]
     recorder: Recorder | None
     _is_prompt: bool = True
@@ -225,7 +226,7 @@ class _Tokens(BaseStreamer):
             self.loop.call_soon_threadsafe(self.queue.put_nowait, self.rest())
 
     def rest(self) -> NewTokens | None:
-        """Take the tokens that have not been streamed yet; None if there are none."""
+        """Remove and return the tokens that are not streamed yet; None if all are streamed."""
         tokens, begin = self._unsent, self._streamed
         self._unsent, self._streamed = [], begin + len(tokens)
         if not tokens:

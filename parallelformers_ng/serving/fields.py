@@ -27,7 +27,7 @@ class Unsupported:
     harmless: tuple[Any, ...] = ()
 
     def takes(self, value: Any) -> bool:
-        """None changes nothing. 1 and 1.0 are equal here, but 1 and True are different."""
+        """Whether a value is harmless: None or in `harmless`. 1 equals 1.0 here, but not True."""
         return value is None or any(
             value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.harmless
         )

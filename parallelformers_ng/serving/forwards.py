@@ -21,14 +21,14 @@ from parallelformers_ng.serving.requests import EmbeddingRequest
 from parallelformers_ng.serving.score_requests import RerankRequest, ScoreRequest
 from parallelformers_ng.serving.sentence_modules import Pooling
 
-_TOKENS_AT_ONCE = 4096  # maximum number of tokens in one forward pass, padding included
+_TOKENS_AT_ONCE = 4096  # longer lists of texts run in several forward passes
 _ACTIVATIONS = {"Identity": torch.nn.Identity, "Sigmoid": torch.nn.Sigmoid, "Tanh": torch.nn.Tanh}
 _Read = Callable[[Any, torch.Tensor], torch.Tensor]
 """Function of the model's output and the attention mask `[batch, tokens]` that returns the result rows `[batch, …]`."""
 
 
 def activation_of(config: Any) -> torch.nn.Module:
-    """Choose the function from a classifier's logit to a score, as the CrossEncoder of sentence-transformers does."""
+    """Return the function from a classifier's logit to a score that sentence-transformers' `CrossEncoder` would use."""
     settings = getattr(config, "sentence_transformers", None) or {}
     path = settings.get("activation_fn") or getattr(config, "sbert_ce_default_activation_function", None) or "Sigmoid"
     name = path.rpartition(".")[2]
@@ -54,7 +54,7 @@ class Forwards:
                     "the model lower-cases its texts, which only a fast tokenizer supports; this model has a slow"
                     " tokenizer"
                 )
-            # Like sentence-transformers, before every other normalization.
+            # sentence-transformers lower-cases a text before the tokenizer's other normalizers, so they come second.
             backend = chat.tokenizer.backend_tokenizer
             others = [] if backend.normalizer is None else [backend.normalizer]
             backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *others])
@@ -73,7 +73,7 @@ class Forwards:
         return {"object": "list", "data": data, "model": name, "usage": usage}
 
     async def score(self, request: ScoreRequest) -> dict[str, Any]:
-        """Return a score for each pair of texts."""
+        """Return a score for each pair of texts, such as their similarity."""
         name = self._engine.models.named(request.model)
         scores, usage = await self._scores(request.pairs, request.use_activation)
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
@@ -97,7 +97,7 @@ class Forwards:
         return (self._activation(logits) if activates else logits).tolist(), usage
 
     async def _run(self, texts: Sequence[tuple[str, str | None]], read: _Read) -> tuple[torch.Tensor, dict[str, int]]:
-        """Compute one result row for each text or pair of texts, and the field `usage`."""
+        """Apply `read` to the model's outputs; return one row per text or pair of texts, and the field `usage`."""
         most = self._engine.options.max_inputs
         if not 0 < len(texts) <= most:
             message = f"the request has {len(texts)} texts or pairs of texts; send 1 to {most} (--max-inputs)"
@@ -108,7 +108,7 @@ class Forwards:
         return results, {"prompt_tokens": tokens, "total_tokens": tokens}
 
     def _rows(self, texts: Sequence[tuple[str, str | None]], read: _Read) -> tuple[torch.Tensor, int]:
-        """Compute the result rows, and the total number of tokens without padding."""
+        """Run batches of texts of similar length; return one row per text or pair, and the number of tokens."""
         model = self._engine.model
         inputs = inspect.signature(model.forward).parameters
         encodings = [self._chat.encoding(text, second=second) for text, second in texts]
@@ -118,7 +118,7 @@ class Forwards:
             self._engine.check_prompt(row["input_ids"], self._longest)
         order = sorted(range(len(rows)), key=lambda index: sizes[index])
         outputs: dict[int, torch.Tensor] = {}
-        # A decoder with a classification head finds the last token of each row by the pad token id.
+        # transformers finds the last token of a padded row by the pad token id, so without this id a batch has one row.
         max_rows = len(rows) if model.config.get_text_config().pad_token_id is not None else 1
         more = {"use_cache": False} if "use_cache" in inputs else {}
         while order:

@@ -33,7 +33,7 @@ from parallelformers_ng.serving.structured import ToolChoice, read_tool_choice
 
 
 class Generation:
-    """Handler of requests for generated text. After the first piece of a stream, an error becomes an event of it."""
+    """Handler of requests for generated text. An error after the start of a stream becomes an event of the stream."""
 
     def __init__(self, engine: Engine, chat: Chat, pictures: Pictures | None) -> None:
         self._engine = engine
@@ -84,14 +84,14 @@ class Generation:
         special = request.add_special_tokens
         special = self._chat.begins_with_special(text) if special is None else special
         pictures = [address for message in messages for address in message.pictures]
-        if not pictures or self._pictures is None:  # without a reader of pictures, `Chat.prompt` has refused pictures
+        if not pictures or self._pictures is None:  # `Chat.prompt` refuses pictures if the model cannot read them
             return Prompt(await asyncio.to_thread(self._chat.ids, text, special), text=text)
         self._chat.check_length(text)
         inputs = await self._pictures.inputs(text, pictures, special)
         return Prompt(inputs.pop("input_ids")[0].tolist(), inputs, text)
 
     async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
-        """Return the token ids of a prompt, or of chat messages after the chat template."""
+        """Return the token ids of a prompt, or of chat messages in the chat template."""
         self._engine.models.named(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise bad_request("send exactly one of prompt and messages")
@@ -141,7 +141,7 @@ class Generation:
                 async for piece in pieces:
                     shape.add(piece)
             return JSONResponse(shape.whole())
-        # An error before the first piece is sent with its own HTTP status.
+        # Wait for the first piece, because an error before the response has begun can still set the HTTP status.
         first = await anext(pieces)
         return StreamingResponse(_events(first, pieces, shape), 200, _UNBUFFERED, "text/event-stream")
 
@@ -161,7 +161,7 @@ class Generation:
         for index, answer in enumerate(answers):
             at, number = divmod(index, request.n or 1)
             prompt = prompts[at]
-            # The answer of an encoder-decoder model begins after one start token, and does not continue the prompt.
+            # Number of tokens before the answer: the decoder of an encoder-decoder model begins with one start token.
             start = 1 if self._engine.model.config.is_encoder_decoder else len(prompt.ids)
             penalties = None
             if request.penalizes:
@@ -176,7 +176,7 @@ class Generation:
                     prompt=prompt,
                     model=request.model,
                     settings=settings,
-                    # Each answer of a request has its own seed, and the same request seed gives the same answers.
+                    # The `n` answers to a prompt need different seeds, and an equal request must get equal seeds.
                     seed=(seed + number) % (1 << 63),
                     processors=[each for each in (penalties, recorder, form) if each is not None],
                     recorder=recorder,
@@ -191,7 +191,7 @@ class Generation:
         return jobs
 
     def _settings(self, request: GenerationRequest) -> dict[str, Any]:
-        """Values of `GenerationConfig` in the request; other values come from the model's own configuration."""
+        """Attributes that the request changes in the model's `GenerationConfig`; all others stay as they are."""
         model_config = self._engine.model.generation_config
         temperature = request.temperature
         if temperature is None:
@@ -208,9 +208,9 @@ class Generation:
             elif value is not None:
                 settings[name] = off if value == -1 else value
             elif not model_config.do_sample:
-                settings[name] = off  # the configuration has only transformers' default, not the authors' choice
+                settings[name] = off  # without `do_sample` the model's value is only a default of transformers
         if request.penalizes:
-            settings["repetition_penalty"] = 1.0  # `Penalties` applies it, because the order of penalties matters
+            settings["repetition_penalty"] = 1.0  # off here, because `Penalties` applies it in vLLM's order
         elif request.repetition_penalty is not None:
             settings["repetition_penalty"] = request.repetition_penalty
         if request.min_tokens:
@@ -219,7 +219,7 @@ class Generation:
 
 
 STOP_LENGTH = 256
-_UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # headers that stop proxies from buffering
+_UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not delay a stream
 
 
 async def _no_tokens(count: int) -> AsyncGenerator[Piece, None]:
@@ -237,7 +237,7 @@ async def _events(first: Piece, pieces: AsyncGenerator[Piece, None], shape: Shap
                     yield shape.event(chunk)
             for chunk in shape.closing():
                 yield shape.event(chunk)
-        except Exception as error:  # the HTTP status is sent already, so the error becomes an event
+        except Exception as error:  # the HTTP status is sent already, so the stream gets an event with the error
             yield shape.event(shape.failure(api_error(error)))
     if shape.end:
         yield shape.end

@@ -35,18 +35,18 @@ MAX_HEADER_BYTES = 32 << 10
 
 
 class _RateLimiter:
-    """Rate limiter that lets callers pass one after another."""
+    """Rate limiter: callers wait for their turn in order of arrival."""
 
     def __init__(self, a_second: float, at_once: float = 1.0) -> None:
         self._a_second = a_second
         self._before = (at_once - 1) / a_second
-        self._free = 0.0  # time on the clock of the event loop from which the next caller may pass
+        self._free = 0.0  # time on the event loop's clock from which the next caller may pass
 
     def wait(self) -> float:
         return max(0.0, self._free - asyncio.get_running_loop().time())
 
     async def turn(self, amount: float = 1.0) -> None:
-        """Wait until the given number of bytes or requests may pass."""
+        """Wait until the rate limit allows the next `amount` of bytes or requests."""
         wait = self.wait()
         self._free = max(self._free, asyncio.get_running_loop().time() - self._before) + amount / self._a_second
         await asyncio.sleep(wait)
@@ -80,7 +80,7 @@ class PatientProtocol(H11Protocol):
 
     def _update_limit(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            self._end_limit()  # the headers are complete; the guard limits the time for the body
+            self._end_limit()  # a running request has complete headers; `AccessGuard` limits the time for its body
         elif self._limit is None:
             self._limit = self.loop.call_later(self.seconds, self.transport.close)
 
@@ -91,11 +91,11 @@ class PatientProtocol(H11Protocol):
 
 
 class AccessGuard:
-    """ASGI application that checks each request before another application answers the request.
+    """ASGI middleware that checks each request before the application `app` answers it.
 
-    The guard reads the whole request within the limits of bytes and seconds. If the client disconnects afterwards, the
-    guard cancels the work. A flood of requests must not occupy the processor. Therefore bodies above 64 KiB are limited
-    to 4 MiB per second, and responses with status 400 to 499 to about 40 per second.
+    The guard reads the whole request within limits of bytes and seconds. If the client disconnects afterwards, the
+    guard cancels the work. Two rate limits keep a flood of requests from occupying the CPU: bodies above 64 KiB share
+    4 MiB per second, and responses with status 400 to 499 are limited to about 40 per second.
 
     The guard itself refuses requests with status 401, 408, 413, 431 or 503, and closes WebSocket connections. The guard
     adds the header `X-Request-Id` to each response, counts each request, and writes the access log.
@@ -125,11 +125,11 @@ class AccessGuard:
             await send({"type": "websocket.close", "code": 1008})
             return
         record = new_record(Request(scope).headers.get("x-request-id", ""))
-        current.set(record)  # only for the rest of this task, which serves no other request
+        current.set(record)  # a context variable, so only this request's task sees the record
         status, ended = CLIENT_WENT, False
 
         async def noting(message: Message) -> None:
-            """Send a message, with a time limit for slow clients and a rate limit for refusals."""
+            """Record the status, and send a message with a time limit for slow clients and a rate limit for errors."""
             nonlocal status, ended
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -167,7 +167,7 @@ class AccessGuard:
         messages: asyncio.Queue[Message] = asyncio.Queue()
         messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
         disconnected = asyncio.ensure_future(_pass_disconnect(receive, messages))
-        if scope["method"] == "HEAD":  # uvicorn sends the answer to GET without its body
+        if scope["method"] == "HEAD":  # routes handle only GET; uvicorn drops the body
             scope = {**scope, "method": "GET"}
         work = asyncio.ensure_future(self._app(scope, messages.get, send))
         try:
@@ -176,12 +176,12 @@ class AccessGuard:
             for task in (work, disconnected):
                 task.cancel()
             with contextlib.suppress(asyncio.CancelledError, TimeoutError, Exception):
-                await work  # the application has sent and logged the error already
+                await work  # its errors are ignored, because the application has sent and logged them
             if len(body) > LARGE_BYTES and (self._giving_back is None or self._giving_back.done()):
                 self._giving_back = asyncio.ensure_future(self._give_back())
 
     async def _give_back(self) -> None:
-        """Each large body leaves more freed memory in the allocator."""
+        """Return freed memory to the system a second after a large body; the allocator would keep it."""
         await asyncio.sleep(_CALM_SECONDS)
         await asyncio.to_thread(give_back_freed)
 
@@ -193,14 +193,14 @@ class AccessGuard:
         if self.draining:
             why = "the server is shutting down; send the request to another server, or later"
             raise ApiError(503, why, code="draining")
-        # A browser sends preflight requests without a key.
+        # A browser sends CORS preflight requests without a key, so they need none.
         preflight = scope["method"] == "OPTIONS" and self._options.cors
         if self._options.api_key is not None and not preflight and not self._has_key(scope):
             why = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
             raise ApiError(401, why, code="invalid_api_key")
 
     def _has_key(self, scope: Scope) -> bool:
-        """The key is a bearer token, as OpenAI's clients send it, or the password of a browser's login dialog."""
+        """Whether a request has the API key: as bearer token from OpenAI's clients, or as password from browsers."""
         assert self._options.api_key is not None
         sent = Request(scope).headers.get("authorization", "").encode("latin-1")
         kind, _, key = sent.strip().partition(b" ")
@@ -215,9 +215,9 @@ class AccessGuard:
 
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         response = error.response()
-        response.headers["Connection"] = "close"  # the server does not read the remaining bytes of the request
+        response.headers["Connection"] = "close"  # because the server does not read the rest of the request
         app: ASGIApp = response
-        if self._options.cors:  # so that a page of another origin can read the error
+        if self._options.cors:  # without CORS headers, a page of another origin could not read the error
             app = CORSMiddleware(response, allow_origins=self._options.cors)
         with contextlib.suppress(TimeoutError):
             await app(scope, receive, send)
@@ -242,7 +242,7 @@ class AccessGuard:
 
 
 async def _pass_disconnect(receive: Receive, messages: asyncio.Queue[Message]) -> None:
-    """Wait until the client disconnects, and pass this message on."""
+    """Wait until the client disconnects, and put the disconnect message into the application's queue."""
     while (message := await receive())["type"] != "http.disconnect":
         pass
     messages.put_nowait(message)

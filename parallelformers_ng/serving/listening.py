@@ -14,13 +14,13 @@ _PACKAGES = {
     "fastapi": "serve", "uvicorn": "serve", "prometheus_client": "serve", "ray": "serve,ray", "peft": "serve,lora"
 }  # fmt: skip
 """Packages that a server needs, and the extras of this package that install them."""
-_DEVICES = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd")  # device files of NVIDIA, WSL and AMD
+_DEVICES = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd")  # files in /dev that show an NVIDIA GPU, WSL or an AMD GPU
 
 
 def bound(options: ServeOptions) -> socket.socket:
-    """Bind a TCP socket, which refuses clients until the server listens. The caller closes the socket."""
+    """Return a TCP socket bound to the server's address. It refuses clients until the server listens on it."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    # asyncio sends small packets without a delay only if the protocol is named; the delay is 40 ms for each answer.
+    # asyncio sets TCP_NODELAY only if IPPROTO_TCP is named; without TCP_NODELAY, each answer comes 40 ms later.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -37,9 +37,9 @@ def bound(options: ServeOptions) -> socket.socket:
 
 
 def folder_of(name: str, *files: str, option: str = "") -> Path | None:
-    """Find the local folder or file of a model or an adapter; None for a name on the hub.
+    """Return the local path of a model or an adapter; None if `name` is a name on the hub.
 
-    A folder must have one of the `files`. An error names the `option`.
+    A folder must have one of the `files`. `option` is the option with the name, for the error.
     """
     what = f"{option}: the folder {name}" if option else f"the folder {name}"
     try:
@@ -63,12 +63,12 @@ def _check_template(text: str, file: str) -> None:
     try:
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
     except TemplateSyntaxError as error:
-        if "'generation'" not in str(error) and "'endgeneration'" not in str(error):  # a tag of transformers
+        if "'generation'" not in str(error) and "'endgeneration'" not in str(error):  # transformers adds this tag
             raise ParallelError(f"chat_template is {file!r}, which is no template: {error}") from None
 
 
 def check_at_once(options: ServeOptions) -> None:
-    """Raise an error if the address, a folder, a file or the device is invalid. The checks do not import torch."""
+    """Raise an error if the address, a folder, a file, a package or the device is missing, without importing torch."""
     bound(options).close()
     path = folder_of(options.model, "config.json", "adapter_config.json")
     for adapter in options.adapters.values():
@@ -84,7 +84,7 @@ def check_at_once(options: ServeOptions) -> None:
         _check_template(read_text(options.chat_template, "chat_template"), options.chat_template)
     for name in ("media_folder", "offload_folder"):
         folder = getattr(options, name)
-        # A missing offload folder is created.
+        # A missing offload folder is no error, because it is created later.
         if folder is not None and not Path(folder).is_dir() and (name == "media_folder" or Path(folder).exists()):
             raise ParallelError(f"{name} is {folder!r}, which is no folder")
     gpus = [file for name in _DEVICES for file in Path("/dev").glob(name)]

@@ -24,16 +24,16 @@ _ID = re.compile(r"[!-~]{1,128}")
 class Record:
     """Log record of one HTTP request."""
 
-    id: str  # value of the header `X-Request-Id`, or an id that the server chose
+    id: str  # value of the client's header `X-Request-Id`, or a random id
     began: float = field(default_factory=time.monotonic)
     prompt_tokens: int = 0
-    tokens: int = 0  # of all answers
-    first: float = 0.0  # time of the first token on the clock of `time.monotonic`; 0 if no token has come
-    why: str = ""  # message of the error that the client got
+    tokens: int = 0  # sum over all answers to the request
+    first: float = 0.0  # `time.monotonic` at the first token; 0 before the first token
+    why: str = ""  # error message that the client got; "" without an error
 
 
 _noted: set[tuple[str, str]] = set()
-_MAX_NOTED = 256  # clients choose the names
+_MAX_NOTED = 256  # clients choose the field names, so without a limit they could fill memory and log
 
 
 def note_unknown(where: str, name: Any, known: Iterable[str]) -> None:
@@ -49,7 +49,7 @@ current: ContextVar[Record] = ContextVar("current", default=Record("-"))  # noqa
 
 
 def new_record(request_id: str) -> Record:
-    """Begin the record of a request, with the client's id if it has 1 to 128 visible ASCII characters."""
+    """Make the log record of a request. A client's id that is not 1 to 128 visible ASCII characters is replaced."""
     return Record(request_id if _ID.fullmatch(request_id) else secrets.token_hex(12))
 
 

@@ -43,19 +43,19 @@ CLIENT_WENT = 499
 
 @dataclass(eq=False)
 class AnswerMetrics:
-    """Token counts of one answer, and times in seconds on the clock of `time.monotonic`, 0 until they come."""
+    """Token counts of one answer, and times of its events (`time.monotonic`); a time is 0 until the event."""
 
-    prompt: int = 0  # number of tokens in the prompt; 0 until the call of the model
+    prompt: int = 0  # number of prompt tokens; 0 until the model is called
     tokens: int = 0
-    started: bool = False  # whether the call of the model has begun
+    started: bool = False  # whether the model has been called for this answer
     arrived: float = field(default_factory=time.monotonic)
-    admitted: float = 0.0  # when a row was free
-    first: float = 0.0  # when the first token came
+    admitted: float = 0.0  # time at which the answer got a batch slot
+    first: float = 0.0  # time of the first token
     latest: float = 0.0
 
 
 class Metrics:
-    """Metrics of one server.
+    """Prometheus metrics of one server.
 
     Args:
         name: name of the model, the label `model_name` of each metric.
@@ -64,11 +64,11 @@ class Metrics:
     """
 
     def __init__(self, name: str, rows: int = 16, cache_tokens: int = 1 << 20) -> None:
-        self.restarts: Callable[[], int] = lambda: 0  # number of worker restarts; the caller replaces it
-        self.last_token = 0.0  # time of the newest token
+        self.restarts: Callable[[], int] = lambda: 0  # number of worker restarts; `serve` sets the function
+        self.last_token = 0.0  # time of the newest token of any answer, by `time.monotonic`
         self._name = name
         self._rows = rows
-        self._answers: list[AnswerMetrics] = []  # in order of arrival, so that the first answers have the rows
+        self._answers: list[AnswerMetrics] = []  # in order of arrival: the first `rows` answers have the batch slots
         self._recent: deque[tuple[float, int]] = deque()
         self._registry = CollectorRegistry()
 
@@ -107,7 +107,7 @@ class Metrics:
 
     @property
     def rate(self) -> float:
-        """Tokens per second, averaged over the last 10 seconds."""
+        """Generated tokens per second of all answers, averaged over the last 10 seconds."""
         since = time.monotonic() - _RATE_SECONDS
         return sum(tokens for when, tokens in self._recent if when >= since) / _RATE_SECONDS
 
@@ -118,7 +118,7 @@ class Metrics:
         return answer
 
     def leave(self, answer: AnswerMetrics) -> None:
-        """Count an answer no longer, and record its times if it has at least one token."""
+        """Remove an answer from the running and waiting answers; add its times to the histograms if it has a token."""
         self._answers.remove(answer)
         self._admit()
         if not answer.tokens:
@@ -139,12 +139,12 @@ class Metrics:
             self._histograms[name].observe(figure)
 
     def took(self, prompt_tokens: int) -> None:
-        """Add tokens to the counter of prompt tokens and to the record of the current request."""
+        """Count prompt tokens, in the metrics and in the log record of the current request."""
         self._counters["vllm:prompt_tokens"].inc(prompt_tokens)
         current.get().prompt_tokens += prompt_tokens
 
     def wrote(self, answer: AnswerMetrics, tokens: int) -> None:
-        """Count one or several new tokens of an answer, which come now."""
+        """Count the new tokens of one decode step of an answer, and measure the times between tokens."""
         now = time.monotonic()
         if answer.tokens:
             for _ in range(tokens):
@@ -166,7 +166,7 @@ class Metrics:
         self._counters["vllm:request_success"].labels(self._name, reason).inc()
 
     def served(self, status: int) -> None:
-        """Count a request if it was refused, failed or canceled."""
+        """Count a request by its HTTP status if it was refused, failed or canceled."""
         if status == CLIENT_WENT:
             self._counters["parallelformers:requests_cancelled"].inc()
         elif status >= 400:

@@ -25,13 +25,13 @@ _SOUND = ("audio_config", "speech_config")
 
 @dataclass(frozen=True)
 class Kind:
-    """The kind of a served model.
+    """What a served model reads and writes.
 
     Attributes:
         pooling: pooling of the embeddings; None if the model makes no embeddings.
         activation: function from a classifier's logits to scores; None if the model is not a classifier.
         reads_sound: whether the model also reads sound; the server refuses sound in chats.
-        model_class: class to load; None for the class in the model's configuration.
+        model_class: class to load the model with; None for the class in the model's configuration.
     """
 
     pooling: Pooling | None = None
@@ -57,15 +57,15 @@ class Kind:
 
 
 def is_gguf(name: str) -> bool:
-    """llama.cpp's GGUF files are served as text models."""
+    """Whether a model is a GGUF file of llama.cpp."""
     return name.endswith(".gguf")
 
 
 def kind_of(name: str, revision: str | None = None) -> Kind:
-    """Find the kind of a model from its configuration.
+    """Find out from a model's configuration what the model reads and writes.
 
-    The only weights that the function reads are those of sentence-transformers' modules after the pooling. A GGUF file
-    is a text model; the function does not open the file.
+    The function reads no weights, except those of sentence-transformers' modules after the pooling. A GGUF file counts
+    as a text model without being opened.
     """
     if is_gguf(name):
         return Kind()
@@ -103,14 +103,14 @@ def kind_of(name: str, revision: str | None = None) -> Kind:
 
 
 def _has_modules(name: str, revision: str | None) -> bool:
-    """Whether a decoder is a model of sentence-transformers, which makes embeddings instead of text."""
+    """Whether a decoder comes with `modules.json` of sentence-transformers, so that it makes embeddings, not text."""
     try:
         return SentenceFiles(name, revision).find("modules.json") is not None
-    except UnsupportedModelError:  # the hub cannot be reached: assume an ordinary decoder
+    except UnsupportedModelError:  # the hub cannot be reached, so assume a decoder that writes text
         return False
 
 
 def _names(cls: type, *mappings: Any) -> bool:
-    """Whether a class is in one of transformers' mappings from model types to classes."""
+    """Whether transformers' auto mappings, from model types to class names, contain the name of a class."""
     named = [name for mapping in mappings for name in mapping.values()]
     return any(cls.__name__ in ((name,) if isinstance(name, str) else name) for name in named)

@@ -25,7 +25,7 @@ class Models:
         self.cards |= {name: {"id": name, "parent": self._name, **common} for name in options.adapters}
 
     def named(self, name: str | None) -> str:
-        """Check the name of a request; without a name, the model itself."""
+        """Return the name if it is a model or an adapter of this server, else raise an error; None is the model."""
         name = name or self._name
         if name not in self.cards:
             known = " and ".join(map(repr, self.cards))
@@ -34,12 +34,12 @@ class Models:
 
 
 def peft_names(options: ServeOptions) -> dict[str, str]:
-    """Map the clients' names of the model and its adapters to PEFT's adapter names; {} without adapters.
+    """Map the names that clients use for the model and its adapters to PEFT's adapter names; {} without adapters.
 
     The model's own name maps to the base model, or to the adapter in the model's folder if the folder is an adapter.
     """
     if not options.adapters:
         return {}
-    # PEFT allows no dots in adapter names.
+    # PEFT allows no dots in adapter names, so PEFT gets numbered names.
     names = {name: f"adapter{number}" for number, name in enumerate(options.adapters)}
     return {options.name: "__base__" if base_of_adapter(options.model) is None else "default", **names}

@@ -32,7 +32,7 @@ _NAME = "parallelformers_ng"
 
 
 class ServedReplica:
-    """Replica of the server on Ray Serve, with its own model and ranks, which end with the object."""
+    """Replica of the server on Ray Serve, with its own model. Its ranks end when the object is deleted."""
 
     def __init__(self, options: ServeOptions) -> None:
         kind = kind_of(options.model, options.revision)
@@ -43,7 +43,7 @@ class ServedReplica:
         return self._app
 
     async def check_health(self) -> None:
-        """Raise an error if the ranks do not answer; Ray Serve replaces a replica that does so repeatedly."""
+        """Raise an error if the ranks do not answer. After repeated errors, Ray Serve replaces the replica."""
         await asyncio.to_thread(deployment_of(self._model).ping)
 
     def __del__(self) -> None:
@@ -71,7 +71,7 @@ def deployed(options: ServeOptions) -> Iterator[str]:
         try:
             deployment = serve.deployment(serve.ingress()(ServedReplica)).options(
                 **scale,
-                ray_actor_options={"num_cpus": 0},  # the ranks reserve their resources separately
+                ray_actor_options={"num_cpus": 0},  # the ranks reserve CPUs and GPUs in a placement group
                 max_ongoing_requests=options.rows + options.waiting,
                 request_router_config=RequestRouterConfig(request_router_class=f"{ray_router.__name__}:FewestRequests"),
                 graceful_shutdown_timeout_s=options.drain,
@@ -89,7 +89,7 @@ def deployed(options: ServeOptions) -> Iterator[str]:
 
 
 def serve_on_ray(options: ServeOptions) -> int:
-    """Serve until SIGTERM or Ctrl-C, in the main thread, whose handlers of signals are replaced."""
+    """Serve until SIGTERM or Ctrl-C. The function must run in the main thread, because it sets signal handlers."""
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
@@ -104,10 +104,10 @@ def serve_on_ray(options: ServeOptions) -> int:
 def _scale(options: ServeOptions) -> dict[str, Any]:
     if not options.autoscaling:
         return {"num_replicas": options.replicas}
-    words = (word.split("=") for word in options.autoscaling)  # `ServeOptions` has checked the form of each word
+    words = (word.split("=") for word in options.autoscaling)  # `ServeOptions` checks that each is NAME=NUMBER
     settings = {name: int(value) if value.isdecimal() else float(value) for name, value in words}
     for name in settings:
-        if name not in AutoscalingConfig.model_fields:  # Ray Serve drops unknown names silently
+        if name not in AutoscalingConfig.model_fields:  # Ray Serve would silently ignore an unknown name
             hint = did_you_mean(name, AutoscalingConfig.model_fields)
             raise ParallelError(f"autoscaling has {name!r}, which is not a setting of Ray Serve{hint}")
     try:

@@ -28,12 +28,12 @@ def _refused(why: str) -> ApiError:
 
 
 class Pictures:
-    """Reader of pictures, which makes the inputs of a model from the text and the pictures of a chat."""
+    """Converter of the text and the pictures of a chat to model inputs, with the model's transformers processor."""
 
     def __init__(self, processor: Any, options: ServeOptions) -> None:
         self._processor = processor
         self._options = options
-        self._turn = asyncio.Lock()  # one request at a time, to limit memory
+        self._turn = asyncio.Lock()  # pictures of one request at a time, because decoded pictures take much memory
 
     async def inputs(self, text: str, addresses: list[str], special: bool) -> dict[str, torch.Tensor]:
         """Make the model inputs: `input_ids`, int64 `[1, tokens]`, and the other outputs of the model's processor.
@@ -48,13 +48,13 @@ class Pictures:
 
     def _inputs(self, text: str, addresses: list[str], special: bool) -> dict[str, torch.Tensor]:
         pictures = self._read(addresses)
-        # The call is the same as in `apply_chat_template` of processors.
+        # Pass `add_special_tokens` only if False, as `ProcessorMixin.apply_chat_template` does.
         no_special = {} if special else {"add_special_tokens": False}
         with refusing((ValueError, TypeError, IndexError), "the model's processor refuses the pictures", "messages"):
             return dict(self._processor(text=text, images=[pictures], return_tensors="pt", **no_special))
 
     def _read(self, addresses: list[str]) -> list[Any]:
-        """The size of every picture is checked before any picture is decoded."""
+        """Open and decode pictures. The sizes of all pictures are checked before any picture is decoded."""
         from PIL import Image
         from transformers.image_utils import load_image
 
@@ -74,7 +74,7 @@ class Pictures:
                 if pixels > pixel_limit:
                     raise too_large
             return [load_image(picture) for picture in pictures]
-        except Image.DecompressionBombError:  # Pillow's own size limit
+        except Image.DecompressionBombError:  # the picture exceeds Pillow's own size limit
             raise too_large from None
         except (OSError, SyntaxError, ValueError, EOFError) as error:
             formats, kind = ", ".join(_FORMATS), type(error).__name__
@@ -98,7 +98,7 @@ class Pictures:
         root = Path(self._options.media_folder).resolve()
         name = unquote(urlsplit(address).path)
         path = (root / name).resolve() if "\0" not in name else root
-        # A path outside the folder and a missing file give the same error, which reveals nothing about other folders.
+        # Both cases give the same error, so that clients cannot find out which files exist outside the folder.
         if not path.is_relative_to(root) or not path.is_file():
             raise _refused("the file does not exist in the folder of --media-folder")
         if path.stat().st_size > self._options.media_bytes:

@@ -19,7 +19,7 @@ from parallelformers_ng.runtime.freed_memory import trim_heap
 
 @functools.lru_cache(maxsize=2)
 def grammar_tokenizer(packed: bytes, vocab_size: int, ends: tuple[int, ...]) -> Any:
-    """Convert a tokenizer of Hugging Face to a tokenizer of llguidance, in one second.
+    """Convert a Hugging Face tokenizer to a tokenizer of llguidance. The conversion takes about a second.
 
     Args:
         packed: zlib-compressed JSON of the tokenizer, in the format of `tokenizer.json`.
@@ -32,7 +32,7 @@ def grammar_tokenizer(packed: bytes, vocab_size: int, ends: tuple[int, ...]) -> 
 
 
 def matcher_of(grammar: str, tokenizer: Any) -> Any:
-    """Make a matcher of answers, which is in an error state if the grammar is invalid or too expensive."""
+    """Make an llguidance matcher for answers; `is_error()` of it is true if the grammar is invalid or too expensive."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_grammar_size=MAX_SYMBOLS, initial_lexer_fuel=_WORK)
@@ -40,10 +40,10 @@ def matcher_of(grammar: str, tokenizer: Any) -> Any:
 
 
 def _with_deep_stack(make: Callable[[], Any]) -> Any:
-    """Call a function in a thread with a large stack, and return the result.
+    """Call `make` in a thread with a large stack, and return its result.
 
-    llguidance follows references between rules by recursion. A chain of 3,000 rules overflows the stack of an ordinary
-    thread, which ends the process. The large stack is enough for every grammar of at most `MAX_CHARACTERS`.
+    llguidance follows references between rules by recursion. With the stack of an ordinary thread, a chain of 3,000
+    rules would crash the process. The large stack suffices for every grammar of at most `MAX_CHARACTERS`.
     """
     threads = ThreadPoolExecutor(1)
     with _stack_size:
@@ -57,7 +57,7 @@ def _with_deep_stack(make: Callable[[], Any]) -> Any:
 
 
 _stack_size = threading.Lock()
-_STACK_BYTES = 512 << 20  # reserved addresses; only the used part of the stack takes memory
+_STACK_BYTES = 512 << 20  # only reserves address space; the part of the stack that is used takes memory
 
 
 MAX_SYMBOLS = 10_000
@@ -74,16 +74,16 @@ allocator would keep most of this memory."""
 
 
 class GrammarError(ValueError):
-    """Error of a grammar that is too expensive, or that allows no next token."""
+    """A grammar is too expensive for llguidance, or allows no next token."""
 
 
 @dataclass(eq=False)
 class Grammar(LogitsProcessor):
-    """Logits processor that forbids the tokens that a grammar does not allow next.
+    """Logits processor that sets the scores of tokens that a grammar does not allow next to -inf.
 
-    The arguments are sent to the ranks. The position in the grammar is stored only in the process that decodes. The
-    processor takes one sequence, with ids `[1, tokens]` and scores `[1, vocabulary]`. The processor raises GrammarError
-    if the grammar is too expensive or allows no next token.
+    The processor takes one sequence, with ids `[1, tokens]` and scores `[1, vocabulary]`. Only the attributes are sent
+    to the ranks; each decoding process keeps its own matcher. The call raises GrammarError if the grammar is too
+    expensive or allows no next token.
 
     Attributes:
         grammar: grammar in llguidance's format.
@@ -108,7 +108,7 @@ class Grammar(LogitsProcessor):
             bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
             allowed = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().bool()[: scores.shape[-1]]
         allowed = allowed.to(scores.device)
-        # The test fails if min_tokens forbids the end token, and the grammar allows only the end token.
+        # If min_tokens forbids the only token that the grammar allows (the end token), the grammar has priority.
         if not bool(scores[:, allowed].isfinite().any()):
             scores = torch.zeros_like(scores)
         return scores.masked_fill(~allowed, -torch.inf)
@@ -116,7 +116,7 @@ class Grammar(LogitsProcessor):
     def _caught_up(self, tokens: list[int]) -> Any:
         if self not in _read:
             if len(self.grammar) > LARGE_CHARACTERS:
-                weakref.finalize(self, trim_heap)  # runs last, because registered first
+                weakref.finalize(self, trim_heap)  # registered before `_read` refers to it, so it runs last
             _read[self] = matcher_of(self.grammar, grammar_tokenizer(self.packed, self.vocab_size, self.ends)), 0
         matcher, count = _read[self]
         if tokens[count:]:
@@ -131,12 +131,12 @@ _read: weakref.WeakKeyDictionary[Grammar, tuple[Any, int]] = weakref.WeakKeyDict
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Likelihood of one token of an answer.
+    """Log-probabilities at one position of a sequence: of its token, and of the most likely tokens.
 
     Attributes:
-        token: id of the token.
+        token: id of the token at the position.
         logprob: natural logarithm of the token's probability.
-        top: ids and log-probabilities of the most likely tokens, most likely first.
+        top: ids and log-probabilities of the most likely tokens at the position, most likely first.
     """
 
     token: int
@@ -161,7 +161,7 @@ class Recorder(LogitsProcessor):
     alternatives: int
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     chosen: list[float] = field(default_factory=list)
-    last: torch.Tensor | None = None  # log-probabilities of the newest position, which has no chosen token yet
+    last: torch.Tensor | None = None  # kept whole, because the token of the newest position is not chosen yet
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.last is not None:
@@ -171,13 +171,13 @@ class Recorder(LogitsProcessor):
         return scores
 
     def of(self, place: int, token: int) -> Likelihood:
-        """The likelihood of the token at a recorded position; position 0 is the first new token."""
+        """Return the log-probabilities at new token number `place`, from 0; `token` is the token chosen there."""
         assert self.last is not None
         logprob = self.chosen[place] if place < len(self.chosen) else float(self.last[token])
         return Likelihood(token, logprob, self.top[place])
 
 
 def likeliest(logprobs: torch.Tensor, count: int) -> list[tuple[int, float]]:
-    """Ids and log-probabilities of the `count` most likely of all tokens, most likely first."""
+    """Return ids and log-probabilities of the `count` most likely tokens of the vocabulary, most likely first."""
     values, tokens = logprobs.topk(min(count, len(logprobs)))
     return list(zip(tokens.tolist(), values.tolist(), strict=True))

@@ -14,24 +14,23 @@ from ray.serve.request_router import RequestRouter
 
 
 class FewestRequests(RequestRouter):
-    """Router that sends each request to the replica with the fewest requests of this proxy, on any host.
+    """Router in a Ray Serve proxy that sends each request to the replica with the fewest requests from this proxy.
 
     Ray Serve's own router prefers replicas on the proxy's host. That router also uses outdated request counts, so that
-    simultaneous requests go to the same replica. The methods override or implement methods of Ray Serve's
-    `RequestRouter`.
+    simultaneous requests go to the same replica. Ray Serve calls all methods of this class.
     """
 
     def initialize_state(self) -> None:
-        """Create the table of open requests; Ray Serve calls this method once."""
-        self._open_requests: dict[str, tuple[Any, Any]] = {}  # request → its replica, and the future of its routing
+        """Initialize the router; Ray Serve calls this method once, in the place of `__init__`."""
+        self._open_requests: dict[str, tuple[Any, Any]] = {}  # request id → (replica id, future of the routing)
 
     async def choose_replicas(
         self, candidate_replicas: Sequence[Any], pending_request: Any = None
     ) -> list[Sequence[Any]]:
-        """Return the replica with the fewest requests, then the other replicas for the case that the first is full.
+        """Return two groups of replicas to try in turn: the replica with the fewest open requests, then all others.
 
-        The order of replicas with equally many requests is random. The method counts the request at the first replica.
-        If all replicas are full, the request waits.
+        Replicas with equally many requests are in random order. The request counts as sent to the first replica until
+        `on_request_routed` is called.
         """
         requests = self._open_requests.items()
         self._open_requests = {request: routed for request, routed in requests if not routed[1].cancelled()}
@@ -39,16 +38,16 @@ class FewestRequests(RequestRouter):
         shuffled = random.sample(candidate_replicas, len(candidate_replicas))
         first, *others = sorted(shuffled, key=lambda each: counts[each.replica_id])
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # wait if all replicas are full
+            pending_request.routing_context.should_backoff = True  # Ray Serve waits before it asks again
             self._open_requests[pending_request.metadata.internal_request_id] = first.replica_id, pending_request.future
         return [[first], others]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
-        """Record the replica that accepted the request, which is another replica if the first choice was full."""
+        """Record the replica that accepted the request; it is not the first choice if that replica was full."""
         request = pending_request.metadata.internal_request_id
-        if request in self._open_requests:  # a request that is answered already is no longer in the table
+        if request in self._open_requests:  # a request that has completed already is not in the table
             self._open_requests[request] = replica_id, pending_request.future
 
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
-        """Remove a request that was answered or has failed."""
+        """Stop counting a request that was answered or has failed."""
         self._open_requests.pop(internal_request_id, None)

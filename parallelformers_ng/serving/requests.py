@@ -16,12 +16,12 @@ from parallelformers_ng.serving.structured import Fields, GuidedFields, Texts, T
 
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
 Probability = Annotated[float, Field(gt=0, le=1)]
-MAX_MESSAGES = 4096  # each message costs time in the chat template
+MAX_MESSAGES = 4096  # limits the time that the chat template takes, which grows with the number of messages
 TokenId = Annotated[StrictInt, Field(ge=0, le=1 << 31)]
-TokenName = Annotated[int, Field(ge=0, le=1 << 31)]  # a key of a JSON object, such as "17"
+TokenName = Annotated[int, Field(ge=0, le=1 << 31)]  # not strict, because a token id as a JSON key is a string: "17"
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-MAX_BIASES = 1024  # each bias is added at every decode step
+MAX_BIASES = 1024  # limits the work per decode step, because each step adds every bias
 _NO_TEMPLATE_VARIABLES = {
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
@@ -31,13 +31,13 @@ _NO_TEMPLATE_VARIABLES = {
 
 
 class ApiRequest(Fields):
-    """Base class of requests. Unknown fields are ignored, because clients send many fields for other servers.
+    """Base class of requests. Unknown fields are logged and ignored, because clients send fields for other servers.
 
-    The validation raises ApiError with status 400 if `fields.REFUSED` lists a field of the request for its route. A
-    field whose value changes nothing is accepted.
+    The validation raises ApiError with status 400 if `fields.REFUSED` lists a field of the request for its route, and
+    the field has a value with an effect.
 
     Attributes:
-        route: path of the route, for the tables in `fields.py`.
+        route: path of the route, such as "/v1/completions", to look up fields in the tables of `fields.py`.
     """
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, hide_input_in_errors=True)
@@ -59,7 +59,7 @@ class ApiRequest(Fields):
 
 class StreamOptions(Fields):
     include_usage: bool = False
-    continuous_usage_stats: Literal[False] = False  # field of vLLM; only false is supported
+    continuous_usage_stats: Literal[False] = False  # vLLM has this field; only false is supported here
 
 
 class Sampling(ApiRequest):
@@ -175,7 +175,7 @@ def _refuse_field(value: Any, info: Any) -> Any:
 
 
 _Unsupported = Annotated[Any, AfterValidator(_refuse_field)]
-_REASONING = Field(validation_alias=AliasChoices("reasoning_content", "reasoning"))  # the latter is vLLM's newer name
+_REASONING = Field(validation_alias=AliasChoices("reasoning_content", "reasoning"))  # vLLM has used both names
 
 
 class Message(Fields):

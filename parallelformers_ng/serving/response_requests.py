@@ -15,7 +15,7 @@ _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "sum
 
 
 class ResponseTool(Fields):
-    """Tool of a request. OpenAI's tools of other types than "function" pass the validation; `of_chat` refuses them."""
+    """Tool of a request. The validation accepts every type of OpenAI's tools; `of_chat` refuses all but "function"."""
 
     type: str
     name: str = ""
@@ -34,7 +34,7 @@ class TextFormat(Fields):
     """Format of an answer's text.
 
     Attributes:
-        name: name of the JSON schema; the response repeats the name, which has no other effect.
+        name: name of the JSON schema; only repeated in the response.
         schema_: JSON schema of the answer, for the type "json_schema"; the field `schema` in JSON.
     """
 
@@ -48,7 +48,7 @@ class TextConfig(Fields):
 
     Attributes:
         format: format of the answer; None for any text.
-        verbosity: field of OpenAI without effect; the response repeats the value.
+        verbosity: field of OpenAI's API without effect; only repeated in the response.
     """
 
     format: TextFormat | None = None
@@ -66,9 +66,9 @@ class ResponsesRequest(Sampling):
         input: text of the user, or a list of messages, reasoning, function calls and function outputs.
         instructions: system message before the input.
         include: names of additional outputs; only "message.output_text.logprobs" has an effect.
-        metadata: values that the response repeats.
-        stream_options: field of OpenAI without effect: the server sends no random characters that hide the lengths of
-            tokens, and the last event always has the usage.
+        metadata: values of the client; only repeated in the response.
+        stream_options: field of OpenAI's API without effect: the server never pads events to hide the lengths of
+            tokens (`include_obfuscation`), and the last event always has the usage.
     """
 
     route = RESPONSES
@@ -108,7 +108,7 @@ class ResponsesRequest(Sampling):
         return ChatRequest.model_validate(fields)
 
     def echo(self) -> dict[str, Any]:
-        """Request fields that the response repeats."""
+        """Return the request fields that OpenAI's API repeats in the response."""
         as_sent = ("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature", "tool_choice")
         text_format = self.text.format or TextFormat(type="text")
         excluded = None if text_format.type == "json_schema" else {"name", "schema_"}
@@ -138,7 +138,7 @@ class ResponsesRequest(Sampling):
 
 
 def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
-    """Add an item of the input to the messages of a chat."""
+    """Convert an item of `input` to a chat message, and append it to `messages` or merge it into the last message."""
     kind = item.get("type") or "message"
     last = messages[-1] if messages else {}
     if kind == "message":
@@ -148,7 +148,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
         if role == "system" == last.get("role"):
             last["content"] += f"\n\n{content}"
         elif role == "assistant" == last.get("role") and "content" not in last and "tool_calls" not in last:
-            last["content"] = content  # the last message has only the reasoning before this content
+            last["content"] = content  # the assistant's last message so far is only the reasoning for this content
         else:
             messages.append({"role": role, "content": content})
     elif kind == "reasoning":
@@ -169,7 +169,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
 
 
 def _parts(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """Content of a user's message: text, or a list of parts if the message has pictures."""
+    """Convert the content of a user's message to a string, or to a list of chat message parts if it has pictures."""
     if not isinstance(content, list) or not any(isinstance(part, dict) and part.get("image_url") for part in content):
         return _content(content, where)
     return [
@@ -197,7 +197,7 @@ def _content(content: Any, where: str) -> str:
 
 
 def _choice_of_chat(choice: str | dict[str, Any]) -> str | dict[str, Any]:
-    """Convert `tool_choice` to the format of chat requests."""
+    """Convert `tool_choice` from the format of `/v1/responses` to the format of `/v1/chat/completions`."""
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") == "function":

@@ -18,7 +18,7 @@ def _id(prefix: str) -> str:
 
 
 class ResponseShape(Shape):
-    """Format of one answer for `/v1/responses`. Without streaming, the events are made and discarded."""
+    """Formatter of one answer for `/v1/responses`. Without streaming, it builds the answer by the events, unsent."""
 
     prefix, end = "resp", ""
 
@@ -26,8 +26,8 @@ class ResponseShape(Shape):
         super().__init__(name, tokenizer, chat)
         self._original = request
         self._output: list[dict[str, Any]] = []
-        self._open: dict[str, Any] = {}  # item of the output that is not complete yet
-        self._spaces = ""  # white space before the text of a message; white space alone starts no message
+        self._open: dict[str, Any] = {}  # the output item that still grows; {} if there is none
+        self._spaces = ""  # white space that waits for other text, because white space alone starts no message
         self._logprobs: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is not sent yet
         self._reasoning_tokens = 0
         self._status = "in_progress"
@@ -78,7 +78,7 @@ class ResponseShape(Shape):
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
     def _continue(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
-        """Add text to the open item of a kind. If no such item is open, close the open item and begin a new item."""
+        """Add text to the open output item if its type is `kind`; else close that item and begin one of this type."""
         if self._open.get("type") != kind:
             yield from self._close()
             if kind == "message":

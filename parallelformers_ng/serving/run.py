@@ -27,14 +27,14 @@ from parallelformers_ng.serving.model_kinds import Kind, is_gguf, kind_of
 from parallelformers_ng.serving.models import peft_names
 from parallelformers_ng.serving.serve_options import ServeOptions
 
-_LEAVE_SECONDS = 2  # time limit for closing connections after all requests are answered
+_LEAVE_SECONDS = 2  # uvicorn then stops waiting for connections to close, which idle clients may keep open
 
 
 class Server(uvicorn.Server):
-    """HTTP server that shuts down in two steps.
+    """HTTP server that completes running requests before it shuts down.
 
     After the first SIGTERM or Ctrl-C, the server refuses new requests with status 503. The server ends when the running
-    requests are complete or the time limit `drain` has passed. The second signal ends the server immediately.
+    requests are complete or the time limit `drain` has passed. A second signal ends the server immediately.
     """
 
     def __init__(self, app: AccessGuard, options: ServeOptions, abandon: Callable[[], None]) -> None:
@@ -42,7 +42,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 lifespan="off",
-                log_level="error",  # clients could fill a log with warnings
+                log_level="error",  # uvicorn logs a warning for each bad request, so clients could fill the log
                 ws="none",
                 http=type("Protocol", (PatientProtocol,), {"seconds": options.client_timeout}),
                 backlog=1024,
@@ -57,7 +57,7 @@ class Server(uvicorn.Server):
         self._drain: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # A handler of signals, which uvicorn has set while the loop runs in this thread.
+        # A signal handler may interrupt the event loop at any point, so the shutdown begins in the loop's next step.
         asyncio.get_running_loop().call_soon_threadsafe(self._begin_shutdown)
 
     def _begin_shutdown(self) -> None:
@@ -80,18 +80,18 @@ class Server(uvicorn.Server):
 
     def _end(self) -> None:
         if self._app.in_flight:
-            threading.Thread(target=self._abandon, daemon=True).start()  # the clients of these requests get an error
+            threading.Thread(target=self._abandon, daemon=True).start()  # ends the ranks, so requests fail
         self.should_exit = True
 
 
 def serve(options: ServeOptions) -> int:
     """Load the model, listen, and serve until SIGTERM or Ctrl-C.
 
-    The function also sets up the log, and excludes the existing objects from garbage collection. At the end, the
+    The function also sets up the log. After the start, garbage collections skip all existing objects. At the end, the
     function stops the ranks.
     """
     set_up_logs(options.log_format, options.log_level)
-    with bound(options) as listener:  # checked before the model loads, which can take a minute
+    with bound(options) as listener:  # bind before the slow loading of the model, so that a used port fails fast
         kind = kind_of(options.model, options.revision)
         log.info("loading %s; output: %s", options.model, kind)
         model, tokenizer = load(options, kind)
@@ -103,7 +103,7 @@ def serve(options: ServeOptions) -> int:
             log.info("%s", started(model, options, listener.getsockname()[1]))
             Server(app, options, deployment.close).run([listener])
         finally:
-            gc.unfreeze()  # `warm_up` has frozen the objects
+            gc.unfreeze()  # undoes `gc.freeze()` in `warm_up`
             deployment.close()
     return 0
 
@@ -111,8 +111,8 @@ def serve(options: ServeOptions) -> int:
 def load(options: ServeOptions, kind: Kind) -> tuple[Any, Any]:
     """Load and parallelize a model, and load its tokenizer.
 
-    If the model reads pictures or transcribes sound, the processor takes the place of the tokenizer. If the processor
-    of a model that reads pictures cannot be loaded, the tokenizer stays, and the log has a warning.
+    For a model that reads pictures or transcribes sound, the function returns the transformers processor instead of the
+    tokenizer. If a processor for pictures cannot be loaded, the function logs a warning and returns the tokenizer.
     """
     arguments: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
     source: Any = options.model
@@ -157,7 +157,7 @@ def _tokenizer(name: str | None, revision: str | None, kind: Kind) -> Any:
             processor = AutoProcessor.from_pretrained(name, revision=revision)
             for package in ("python_multipart", "soundfile", "soxr") if kind.transcribes else ():
                 importlib.import_module(package)
-            if hasattr(processor, "tokenizer"):  # without a processor, transformers returns a tokenizer
+            if hasattr(processor, "tokenizer"):  # `AutoProcessor` may return a bare tokenizer
                 return processor
             why = f"{name} has no processor"
         except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
@@ -169,22 +169,22 @@ def _tokenizer(name: str | None, revision: str | None, kind: Kind) -> Any:
 
 
 def _from_gguf(path: Path, dtype: str | None) -> tuple[Any, Any]:
-    """transformers converts the quantized weights to floats."""
+    """Load the model and the tokenizer of a GGUF file, with the quantized weights converted to floats."""
     source: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source)
         return AutoModelForCausalLM.from_pretrained(**source, dtype=dtype or "float32"), tokenizer
     except ImportError as error:
         raise UnsupportedModelError(f"reading the GGUF file {path} needs another package: {error}") from None
-    except ValueError as error:  # transformers does not read this architecture from GGUF
+    except ValueError as error:  # transformers cannot read this architecture from GGUF files
         raise UnsupportedModelError(f"transformers cannot read {path}: {error}") from None
 
 
 def warm_up(model: Any) -> None:
     """Run the model once, so that the first client does not wait for one-time preparations.
 
-    Afterwards the garbage collector skips the existing objects. A full collection would take a quarter of a second and
-    delay every answer; large requests would start full collections.
+    Then freeze all existing objects for the garbage collector. Large requests start full collections, which would
+    otherwise take a quarter of a second and delay every answer.
     """
     prompt = torch.zeros(1, 1, dtype=torch.long)
     try:
@@ -205,7 +205,7 @@ def warm_up(model: Any) -> None:
 
 
 def started(model: Any, options: ServeOptions, port: int) -> str:
-    """Describe a ready server in a line for the log."""
+    """Return a line for the log with the address, the devices and the limits of a server that is ready."""
     host = f"[{options.host}]" if ":" in options.host else options.host
     devices = ", ".join(deployment_of(model).device_names)
     key = "a key" if options.api_key else "no key"

@@ -23,7 +23,7 @@ from parallelformers_ng.serving.structured import Constraint
 
 
 class Schemas:
-    """Converter of constraints to logits processors, which need a fast tokenizer and a token that ends an answer."""
+    """Converter of constraints on answers to logits processors. The model needs a fast tokenizer and an end token."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, ends: set[int]) -> None:
         self._tokenizer = tokenizer
@@ -40,15 +40,15 @@ class Schemas:
         return zlib.compress(json.dumps({**text, "padding": None, "truncation": None}).encode(), 1)
 
     async def read(self, constraint: Constraint) -> str:
-        """Run `grammar` in the only thread for constraints, so that large constraints use at most one core."""
+        """Call `grammar` in a thread that all requests share, so that large constraints use at most one core."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.grammar, constraint)
 
     def processor(self, grammar: str, prompt: int) -> Grammar:
-        """Make a logits processor for one answer, with the number of tokens before the answer."""
+        """Return a new logits processor for one answer; `prompt` is the number of tokens before the answer."""
         return Grammar(grammar, self._packed, self._vocab_size, self._ends, prompt)
 
     def grammar(self, constraint: Constraint) -> str:
-        """Convert a constraint to a grammar in llguidance's format, and check the grammar."""
+        """Convert a constraint to a grammar in llguidance's format; raise an ApiError if the grammar is invalid."""
         param = constraint.param
         try:
             grammar = _grammar(constraint)
@@ -61,7 +61,7 @@ class Schemas:
             raise bad_request(message, param)
         matcher = matcher_of(grammar, grammar_tokenizer(self._packed, self._vocab_size, self._ends))
         if not matcher.is_error():
-            matcher.compute_bitmask()  # finds a grammar that is too complex at the first token, before the ranks run it
+            matcher.compute_bitmask()  # sets the error state if the grammar is too complex at the first token
         why = matcher.get_error() if matcher.is_error() else ""
         del matcher
         if len(grammar) > LARGE_CHARACTERS:
@@ -82,7 +82,7 @@ def _grammar(constraint: Constraint) -> str:
             style = {"whitespace_pattern": constraint.whitespace}
         return LLMatcher.grammar_from_json_schema(constraint.value, defaults=style)
     value: str = json.dumps(constraint.value) if constraint.kind == "choice" else constraint.value
-    if len(value) > MAX_CHARACTERS:  # checked before the slow conversion in Python
+    if len(value) > MAX_CHARACTERS:  # the caller refuses this length, so skip the slow conversion
         return value
     kind: Any = constraint.kind
     return grammar_from(kind, value)

@@ -48,12 +48,12 @@ Module = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Pooling:
-    """Pooling of a model's token vectors, followed by further modules.
+    """Pooling of a model's token vectors to one vector per text, and the sentence-transformers modules after it.
 
     Attributes:
         modes: pooling modes from `MODES`, as in sentence-transformers; the vectors of several modes are concatenated.
         modules: modules that run after the pooling, in order.
-        prompt: text that is put before each input.
+        prompt: text to put before each input.
         lower_case: whether inputs are lower-cased.
         max_tokens: maximum number of tokens in a text; None for the limit of the model.
     """
@@ -110,7 +110,7 @@ class SentenceFiles:
             path = Path(self.name) / file
             return path if path.is_file() else None
         cached = try_to_load_from_cache(self.name, file, revision=self._revision)
-        if cached is not None and not isinstance(cached, str):  # the cache has a record that the file does not exist
+        if cached is not None and not isinstance(cached, str):  # the hub's cache knows that the file does not exist
             return None
         try:
             return Path(hf_hub_download(self.name, file, revision=self._revision))
@@ -126,7 +126,7 @@ class SentenceFiles:
         return UnsupportedModelError(f"{self.name} {what}, which the server does not support")
 
     def json(self, file: str, kind: type = dict, setting: str = "") -> Any:
-        """Read a JSON file. A missing file is None, or an error if the model needs the file for a `setting`."""
+        """Read a JSON file of type `kind`. A missing file gives None, or an error that names `setting` if it is set."""
         path = self.find(file)
         if path is None and setting:
             raise UnsupportedModelError(f"{self.name} has no {file}, which names the {setting}")
@@ -141,7 +141,7 @@ class SentenceFiles:
         return content
 
     def tensors(self, folder: str, *needed: str) -> dict[str, torch.Tensor]:
-        """Read the weights of a module by name, in float32 on CPU."""
+        """Read a module's weights from its folder: name → float32 CPU tensor. The names `needed` must exist."""
         path = self.find(f"{folder}/model.safetensors") or self.find(f"{folder}/pytorch_model.bin")
         if path is None:
             raise UnsupportedModelError(f"{self.name} has no weights in {folder}")
@@ -152,9 +152,9 @@ class SentenceFiles:
 
 
 def read_pooling(name: str, revision: str | None = None) -> Pooling:
-    """Read the pooling of a model; the default without `modules.json` is the normalized mean.
+    """Read how a model pools token vectors, from the files that `SentenceTransformer.save_pretrained` writes.
 
-    The files are those that `SentenceTransformer.save_pretrained` of sentence-transformers writes.
+    Without `modules.json`, the pooling is the mean, normalized to length 1.
     """
     files = SentenceFiles(name, revision)
     listed = files.json("modules.json", list)
@@ -180,14 +180,14 @@ def read_pooling(name: str, revision: str | None = None) -> Pooling:
                  for kind, module in zip(kinds[2:], listed[2:], strict=True) if kind in _FOLLOWING]  # fmt: skip
     lower_case, most = _transformer_settings(files)
     config = files.json("config_sentence_transformers.json") or {}
-    prompt = (config.get("prompts") or {}).get(config.get("default_prompt_name")) or ""  # put before every input
+    prompt = (config.get("prompts") or {}).get(config.get("default_prompt_name")) or ""
     if prompt and not pooling.get("include_prompt", True):
         raise files.unsupported(f"excludes its prompt {prompt!r} from the pooling")
     return Pooling(_modes(pooling, name), following, prompt, lower_case, most)
 
 
 def _modes(config: dict[str, Any], name: str) -> list[str]:
-    """Read the pooling modes from the configuration of a Pooling module, with newer or older key names."""
+    """Read the pooling modes from the configuration of a Pooling module: `pooling_mode`, or older `pooling_mode_…`."""
     chosen = config.get("pooling_mode")
     if chosen is None:
         older = [key for key, value in config.items() if key.startswith("pooling_mode_") and value]
@@ -200,7 +200,7 @@ def _modes(config: dict[str, Any], name: str) -> list[str]:
 
 
 def _transformer_settings(files: SentenceFiles) -> tuple[bool, int | None]:
-    """Read whether texts are lower-cased, and the maximum number of tokens in a text."""
+    """Read (`do_lower_case`, `max_seq_length`) of the Transformer module of sentence-transformers."""
     configs = (files.json(file) for file in _TRANSFORMER_FILES)
     config: dict[str, Any] = next((settings for settings in configs if settings is not None), {})
     for key, value in config.items():

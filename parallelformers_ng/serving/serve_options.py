@@ -19,7 +19,7 @@ class ServeOptions:
     """Options of a server: model, address and limits.
 
     Every field is a flag of `parallelformers-ng serve`, with dashes, and a key of the TOML file of `--config`. The text
-    in the field's type is the help text of the flag.
+    in the field's `Annotated` type is the help text of the flag.
     """
 
     model: Annotated[str, "model folder, GGUF file, or name on the Hugging Face hub"] = ""
@@ -99,7 +99,7 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not self.model:
             raise ParallelError("no model is set; pass a model folder or a name on the Hugging Face hub")
-        for name, value in vars(self).items():  # an unset variable of a shell: an empty host would be all addresses
+        for name, value in vars(self).items():  # refuse "", which may come from an unset shell variable
             if value == "" or (isinstance(value, list) and "" in value):
                 raise ParallelError(f"{name} is empty; set a value, or leave the option out")
         for name, allowed in _ALLOWED.items():
@@ -123,7 +123,7 @@ class ServeOptions:
                 raise ParallelError(f"{name} is {value}; set a number of at least {lowest}")
         if self.cache == "offload" and self.device == "cpu":
             raise ParallelError("cache is 'offload', which needs CUDA devices; remove it, or set 'int8'")
-        _ = self.adapters  # raises an error for an invalid value
+        _ = self.adapters  # evaluated only for its error for an invalid value
         fit = self.fit
         count = self.num_gpus or (2 if self.device == "cpu" else None)
         if count is not None and self.launcher == "local":
@@ -137,7 +137,7 @@ class ServeOptions:
 
     @property
     def adapters(self) -> dict[str, str]:
-        """Map from the name of each adapter in requests to its folder or its name on the hub."""
+        """Name of each adapter, as requests use it → its folder or its name on the hub."""
         paths: dict[str, str] = {}
         for word in self.lora_modules:
             name, _, path = word.partition("=")
@@ -162,17 +162,17 @@ class ServeOptions:
 
     @property
     def media_bytes(self) -> int:
-        """Maximum bytes of a request body or a picture file, for models that read pictures or sound."""
+        """Maximum size in bytes of a request body or a picture file, for models that read pictures or sound."""
         return self.max_body_bytes or 16 << 20
 
     @property
     def max_answers(self) -> int:
-        """Maximum number of answers that are decoded or wait at the same time, on Ray in each replica."""
+        """Maximum number of answers that are decoded or wait at the same time; on Ray, the maximum of one replica."""
         return self.rows * (self.replicas if self.launcher == "local" else 1) + self.waiting
 
     @property
     def batching(self) -> BatchingOptions:
-        waiting = 2 * self.max_answers  # a call leaves the batch shortly after it leaves the server
+        waiting = 2 * self.max_answers  # twice as many, because calls leave the batch later than the server
         return BatchingOptions(self.rows, waiting, self.prefill_patience, self.prefix_tokens, self.cache_tokens)
 
 

@@ -24,12 +24,12 @@ _OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items
 
 
 class Shape:
-    """Base class of the answer formats of all routes.
+    """Base class of the formatters of answers, one for each route.
 
     Attributes:
         kind, chunk_kind: values of the field `object` in a complete answer and in a chunk of a stream.
         prefix: beginning of the answer's id.
-        prompt_tokens: number of tokens in all prompts of the request; the caller sets the number before the answer.
+        prompt_tokens: number of tokens in all prompts of the request; the caller must set it before the first piece.
         end: text after the last event of a stream; "" for no text.
     """
 
@@ -48,7 +48,7 @@ class Shape:
         self._common: dict[str, Any] = {"id": answer_id, "created": int(time.time()), "model": name}
 
     def add(self, piece: Piece) -> None:
-        """Store a piece of an answer that is not streamed."""
+        """Store a piece of an answer, for `whole`."""
         self._tokens += piece.tokens
         answer = self._answers.setdefault(piece.index, Piece(piece.index))
         answer.read.text += piece.read.text
@@ -58,7 +58,7 @@ class Shape:
         answer.finish = piece.finish
 
     def whole(self) -> dict[str, Any]:
-        """Format the complete answers, after `add` has stored all pieces."""
+        """Return the JSON object of the whole response, after `add` has stored all pieces."""
         choices = [self._choice(answer) for _, answer in sorted(self._answers.items())]
         return {**self._common, "object": self.kind, "choices": choices, "usage": self._usage()}
 
@@ -66,13 +66,13 @@ class Shape:
         yield from ()
 
     def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Yield a piece as chunks of a stream, and count its tokens for the usage."""
+        """Convert a piece to chunks of a stream, and count its tokens for the field `usage`."""
         self._tokens += piece.tokens
         if choice := self._delta(piece):
             yield self._chunk([choice])
 
     def closing(self) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of a stream after the text. By default, the only chunk is the usage, if requested."""
+        """Yield the last chunks of a stream, after all pieces: by default one chunk with the usage, if requested."""
         if self._request.tells_usage:
             yield {**self._chunk([]), "usage": self._usage()}
 
@@ -91,11 +91,11 @@ class Shape:
         return {"token": word, "logprob": max(logprob, _MIN_LOGPROB), "bytes": list(raw)}
 
     def _choice(self, answer: Piece) -> dict[str, Any]:
-        """Format a complete answer."""
+        """Return the item of `choices` for a complete answer."""
         raise NotImplementedError
 
     def _delta(self, piece: Piece) -> dict[str, Any] | None:
-        """Format the change of an answer in a stream; None if nothing changes."""
+        """Return the item of `choices` for a piece of a stream; None if the piece adds nothing to the answer."""
         raise NotImplementedError
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Shape:
 
 
 class ChatShape(Shape):
-    """Format of answers for `/v1/chat/completions`."""
+    """Formatter of answers for `/v1/chat/completions`."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
     _request: ChatRequest
@@ -148,11 +148,11 @@ class ChatShape(Shape):
         return {"content": [self._likelihood(each) for each in likelihoods], "refusal": None}
 
 
-_MIN_LOGPROB = -9999.0  # JSON has no infinity
+_MIN_LOGPROB = -9999.0  # sent instead of -inf, which JSON does not have
 
 
 class CompletionShape(Shape):
-    """Format of answers for `/v1/completions`.
+    """Formatter of answers for `/v1/completions`.
 
     Attributes:
         before: likelihoods of each prompt's tokens, beginning with the second token; empty unless the request has
@@ -167,7 +167,7 @@ class CompletionShape(Shape):
         super().__init__(name, tokenizer, request)
         self._prompts = prompts
         self.before: list[list[Likelihood]] = []
-        self._decoders: dict[int, codecs.IncrementalDecoder] = {}  # bytes of incomplete characters of each answer
+        self._decoders: dict[int, codecs.IncrementalDecoder] = {}  # UTF-8 decoder of each answer, by its index
         self._characters: Counter[int] = Counter()
         self._special = set(tokenizer.all_special_ids)
 
@@ -207,16 +207,16 @@ class CompletionShape(Shape):
     def _note(
         self, logprobs: dict[str, list[Any]], index: int, token: int, each: Likelihood | None, raw: bytes
     ) -> None:
-        """Add one token to `logprobs`; the first token of a prompt has no likelihood."""
+        """Append one token to the lists of `logprobs`; `each` is None for the first token of a prompt."""
         if index not in self._decoders:
             self._decoders[index] = codecs.getincrementaldecoder("utf-8")("replace")
             if not self._tokenizer.decode([token]).startswith(" "):
-                raw = raw.removeprefix(b" ")  # the decoded text begins without the space
+                raw = raw.removeprefix(b" ")  # `decode` drops the space at the start of a text
         text = self._token_bytes.text
         logprobs["tokens"].append(text(token))
         logprobs["token_logprobs"].append(each and max(each.logprob, _MIN_LOGPROB))
         logprobs["top_logprobs"].append(each and {text(other): logprob for other, logprob in each.top})
-        logprobs["text_offset"].append(self._characters[index])  # number of complete characters before the token
+        logprobs["text_offset"].append(self._characters[index])  # in characters, as in OpenAI's API
         self._characters[index] += len(self._decoders[index].decode(raw))
 
 
@@ -227,12 +227,12 @@ class TokenBytes:
 
     @functools.cached_property
     def _decoders(self) -> str:
-        """Types and settings of a fast tokenizer's decoders, as JSON; "" for a slow tokenizer."""
+        """JSON of a fast tokenizer's decoders (`decoder` in `tokenizer.json`); "" for a slow tokenizer."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         return "" if backend is None else json.dumps(json.loads(backend.to_str())["decoder"], ensure_ascii=False)
 
     def bytes(self, token: int) -> bytes:
-        """Convert a token to bytes; b"" if the tokenizer does not know the id.
+        """Return the bytes that a token adds to the text; b"" if the tokenizer does not know the id.
 
         A byte-level tokenizer writes bytes as characters of GPT-2's table (`bytes_to_unicode`). A SentencePiece
         tokenizer writes a single byte as `<0x0A>`, and a space as `▁`.
@@ -240,7 +240,7 @@ class TokenBytes:
         if token in self._added:
             return self._added[token].encode()
         piece = self._tokenizer.convert_ids_to_tokens(token)
-        if piece is None:  # the model's vocabulary can be larger than the tokenizer's
+        if piece is None:  # the model's vocabulary can have more ids than the tokenizer
             return b""
         if '"ByteLevel"' in self._decoders:
             parts = (_OF_CHARACTER.get(each, each) for each in piece)
@@ -252,7 +252,7 @@ class TokenBytes:
         return self._tokenizer.decode([token]).encode()
 
     def text(self, token: int) -> str:
-        """Convert a token to text, with escapes such as `\\xf0\\x9f` if its bytes are not valid UTF-8."""
+        """Return the text of a token, with escapes such as `\\xf0\\x9f` if its bytes are not valid UTF-8."""
         raw = self.bytes(token)
         try:
             return raw.decode()

@@ -14,7 +14,7 @@ from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.engine import Engine
 
 _READY_SECONDS = 5.0
-_MEMORY_SECONDS = 5.0  # time between memory measurements, which take time on the ranks
+_MEMORY_SECONDS = 5.0  # least time between two measurements of memory, because each interrupts the ranks
 
 
 class Status:
@@ -42,14 +42,14 @@ class Status:
         return Response(self._engine.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     async def plan(self) -> dict[str, Any]:
-        """Return the bytes of each part of the model, as a whole and on each rank."""
+        """Return the bytes of each module of the model, in total and on each rank."""
         return await asyncio.to_thread(summary, self._engine.model)
 
     async def status(self) -> dict[str, Any]:
-        """Return the current figures for the page, as a JSON object.
+        """Return the current figures for the chat page, as a JSON object.
 
-        `memory_bytes` has the bytes that each worker occupies, by device name. The server measures memory at most every
-        5 seconds; a failed measurement changes nothing. `tokens_per_second` is the average of the last 10 seconds.
+        `memory_bytes` has the bytes that each worker occupies, by device name, measured at most every 5 seconds. After
+        a failed measurement, the last figures stay. `tokens_per_second` is the average of the last 10 seconds.
         `running` is the number of answers with at least one token, `waiting` of answers without a token. `rows` is the
         maximum number of sequences that a replica decodes together.
         """
@@ -58,7 +58,7 @@ class Status:
             self._measured = time.monotonic()
             self._memory = asyncio.ensure_future(asyncio.to_thread(self._engine.model.memory_reserved))
         if self._memory is not None:
-            done, _ = await asyncio.wait({self._memory}, timeout=0.2)  # the measurement waits for its turn on the ranks
+            done, _ = await asyncio.wait({self._memory}, timeout=0.2)  # busy ranks may need longer
             if done and self._memory.exception() is None:
                 self._last_memory = self._memory.result()
         return {
@@ -76,7 +76,7 @@ class Status:
 
 
 def summary(model: Any) -> dict[str, Any]:
-    """Add up the sizes of all tensors of a module, and of modules that differ only in the layer number."""
+    """Return the plan of a model for `/plan`, with one entry for all modules that differ only in the layer number."""
     plan = model.shard_plan
     parts: dict[str, dict[str, Any]] = {}
     for tensor in plan.stored():

@@ -74,7 +74,7 @@ class ResponseFormat(Fields):
 
 
 class StructuredOutputs(Fields):
-    """Field `structured_outputs` of vLLM: one of the first five fields, and options for writing JSON."""
+    """vLLM's field `structured_outputs`: exactly one of the first five fields is set; the others are options."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -87,7 +87,7 @@ class StructuredOutputs(Fields):
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     structural_tag: Any = None
-    disable_fallback: bool = False  # chooses between libraries of vLLM; has no effect here
+    disable_fallback: bool = False  # in vLLM it chooses a library; here it has no effect
 
     def constraint(self, param: str = "structured_outputs") -> Constraint:
         if self.structural_tag is not None:
@@ -118,14 +118,14 @@ class GuidedFields(Fields):
     grammar: str | None = None
 
     def constraint(self, forced: Constraint | None = None) -> Constraint | None:
-        """Find the only constraint; a forced tool call replaces `response_format`."""
+        """Return the only constraint on the answer (several raise an error); `forced` replaces `response_format`."""
         guides = [forced]
         if self.response_format is not None and forced is None:
             guides.append(self.response_format.constraint())
         if self.structured_outputs is not None:
             guides.append(self.structured_outputs.constraint())
         for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "grammar"):
-            if (value := getattr(self, name)) is not None and value != "":  # llama.cpp's clients send grammar: ""
+            if (value := getattr(self, name)) is not None and value != "":  # for llama.cpp's clients, "" is no grammar
                 kind = name.removeprefix("guided_").removesuffix("_schema")
                 older: dict[str, Any] = {kind: value, "whitespace_pattern": self.guided_whitespace_pattern}
                 guides.append(StructuredOutputs(**older).constraint(name))
@@ -150,7 +150,7 @@ def _schema(value: str | dict[str, Any] | None, param: str) -> dict[str, Any] | 
 
 
 def _closed(schema: Any) -> Any:
-    """Forbid properties that a JSON schema does not name."""
+    """Return a copy of a JSON schema whose objects allow no other properties than those that the schema names."""
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):
@@ -186,7 +186,7 @@ class Tool(Fields):
 
 
 def _without_custom(tools: Any) -> Any:
-    """Leave out custom tools beside functions; their input is free text, for which the model has no form."""
+    """Drop tools of type "custom" if there are also functions; templates have no format for their free-text input."""
     kinds = [tool.get("type") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
     if not {"custom", "function"} <= set(kinds):
         return tools

@@ -7,13 +7,13 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
-_THINKING = ("reasoning_content", "thinking", "reasoning")  # field names of reasoning in response templates
+_THINKING = ("reasoning_content", "thinking", "reasoning")  # response templates use one of these names for reasoning
 _NAME, _KEY, _VALUE = "probe_tool", "probe_argument", "probe value"
 
 
 @dataclass
 class Read:
-    """Parsed content of one piece of an answer.
+    """New content of an answer, as a parser of the answer returns it.
 
     Attributes:
         text: new text of the answer.
@@ -38,7 +38,7 @@ class AnswerReader:
         self._unparsed = ""
 
     def add(self, text: str, last: bool = False) -> Read:
-        """Add text of the answer, and return new text, new reasoning and the calls that are complete."""
+        """Add text of the answer, and return new text, new reasoning and the tool calls that are now complete."""
         if self._parser is None:
             return Read(text=text)
         self._unparsed += text
@@ -47,7 +47,7 @@ class AnswerReader:
             self._take(self._parser.feed(text), read)
             if last:
                 self._take(self._parser.finalize()[1], read)
-        except Exception:  # text that only resembles a call, or an invalid JSON schema of the client's tool
+        except Exception:  # the text only resembles a tool call, or a tool of the client has an invalid JSON schema
             self._parser = None
             read.text += self._unparsed
         return read
@@ -68,7 +68,7 @@ class AnswerReader:
 
 
 def openai_call(value: dict[str, Any]) -> dict[str, Any]:
-    """Convert a parsed call to OpenAI's format, with a new random id."""
+    """Convert a parsed tool call to OpenAI's format, with a new random id."""
     function = value["function"]
     arguments = function["arguments"]
     if not isinstance(arguments, str):
@@ -79,11 +79,11 @@ def openai_call(value: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class BareForm:
-    """Keys of a tool call that is a plain JSON object without markers around the JSON.
+    """Format of a tool call that is a plain JSON object, without marker tokens around the JSON.
 
     Attributes:
-        name: key of the tool's name.
-        arguments: key of the tool's arguments.
+        name: JSON key of the tool's name.
+        arguments: JSON key of the tool's arguments.
     """
 
     name: str = "name"
@@ -91,7 +91,7 @@ class BareForm:
 
 
 def response_template(tokenizer: Any, chat_template: str | None) -> dict[str, Any] | BareForm | None:
-    """Find the format of a model's answers, for the parser.
+    """Find out how a model writes tool calls, for the parser of its answers.
 
     The tokenizer's own `response_template` is used if it exists. Otherwise the function writes a sample tool call with
     the chat template, and reads the format from the result: a response template for calls after a marker, `BareForm`
@@ -113,7 +113,7 @@ def response_template(tokenizer: Any, chat_template: str | None) -> dict[str, An
             )
             for messages, prompts in ((question, True), (answered, False))
         )
-    except Exception:  # a template may raise any error if it does not support tools
+    except Exception:  # a chat template without support for tools may raise any error
         return None
     if not after.startswith(before):
         return None
@@ -121,7 +121,7 @@ def response_template(tokenizer: Any, chat_template: str | None) -> dict[str, An
 
 
 def _template_of(written: str, end: str) -> dict[str, Any] | BareForm | None:
-    """Find the format of the sample call in an assistant's message, which the token `end` ends."""
+    """Derive the format of tool calls from the text of an assistant's message with the sample call, up to `end`."""
     written = written.partition(end)[0]
     for start, character in enumerate(written):
         if character not in "[{":

@@ -21,18 +21,18 @@ _MAX_FIELDS = 32
 _REFUSED = ("timestamp_granularities", "timestamp_granularities[]", "include", "include[]", "known_speaker_names[]")
 _MAX_RATE = 192_000
 _MAX_CHANNELS = 8
-_UNKNOWN = (1 << 63) - 1  # number of frames in a file whose header has no length, such as a recorded stream
-_BLOCK = 1 << 16  # number of frames to decode at a time
+_UNKNOWN = (1 << 63) - 1  # libsndfile's number of frames if the header has no length, as in a recorded stream
+_BLOCK = 1 << 16  # number of frames to decode at a time, so that a file that is too long is noticed early
 
 
 class TranscriptionRequest(Fields):
     """Form fields of a transcription request, except the file."""
 
     model: str | None = None
-    language: Annotated[str, Field(max_length=32)] | None = None  # by default a multilingual model detects it
-    prompt: Annotated[str, Field(max_length=4096)] | None = None  # text before the transcript, for names and spelling
+    language: Annotated[str, Field(max_length=32)] | None = None  # None: the model detects the language
+    prompt: Annotated[str, Field(max_length=4096)] | None = None  # shows Whisper names and spelling
     response_format: Literal["json", "text"] = "json"
-    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0  # 0: the model's own settings, and the seed is not used
+    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0  # 0: use the model's settings, no seed
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stream: Literal["false", "False", "0", ""] = "false"
 
@@ -43,13 +43,13 @@ class Transcription:
     def __init__(self, engine: Engine, processor: Any) -> None:
         self._engine = engine
         self._processor = processor
-        self._turn = asyncio.Lock()  # one request at a time, to limit memory
+        self._turn = asyncio.Lock()  # decode one sound file at a time, because decoded sound takes much memory
 
     async def answer(self, request: Request) -> Response:
         """Transcribe sound. The form fields are `file`, `language`, `prompt`, `response_format` and `temperature`."""
         if self._processor is None:
             raise bad_request("the model does not transcribe sound; see GET /docs for other routes", "model")
-        # Browsers send forms to other origins without a preflight request, unlike JSON.
+        # Check the origin here, because browsers send forms (not JSON) to other origins without a CORS preflight.
         origin, host = request.headers.get("origin"), request.headers.get("host")
         if origin and origin.partition("://")[2] != host and not {origin, "*"} & set(self._engine.options.cors):
             message = f"the server refuses forms from pages of {origin}; start the server with --cors {origin}"
@@ -93,11 +93,11 @@ class Transcription:
         return arguments
 
     def _inputs(self, data: bytes) -> tuple[dict[str, Any], float]:
-        """Make the model inputs for a sound file, and measure the length of the sound in seconds."""
+        """Return the model inputs for a sound file, and the length of the sound in seconds."""
         extractor = self._processor.feature_extractor
         rate = extractor.sampling_rate
         samples = read_sound(data, rate, self._engine.options.max_audio_seconds)
-        # Sound that is longer than the model's window keeps its length; `generate` splits the sound at timestamps.
+        # Do not truncate sound that is longer than the model's window: `generate` splits such sound at timestamps.
         is_long = len(samples) > extractor.n_samples
         whole = {"truncation": False, "padding": "longest"} if is_long else {}
         features = extractor(samples, sampling_rate=rate, return_tensors="pt", return_attention_mask=True, **whole)
@@ -107,15 +107,15 @@ class Transcription:
 
 
 class _Named(io.BytesIO):
-    def __repr__(self) -> str:  # soundfile's errors contain it
+    def __repr__(self) -> str:  # soundfile's error messages contain the repr of the file
         return "it"
 
 
 def read_sound(data: bytes, rate: int, max_seconds: float) -> Any:
-    """Decode a sound file of a format of libsndfile, and mix all channels into one: numpy array float32 `[samples]`.
+    """Decode a sound file with libsndfile to one channel at `rate` Hz: numpy array float32 `[samples]`.
 
-    The length is checked in the header before the decoding, and again while decoding, because a header can be wrong.
-    The package soxr resamples the sound to the `rate` in Hz.
+    Several channels are averaged. The length is checked before the decoding, by the header, and again while decoding,
+    because a header can be wrong.
     """
     import soundfile
     import soxr

@@ -16,16 +16,16 @@ from parallelformers_ng.checkpoint.reading import read
 from parallelformers_ng.sharding.encoding import Encoding
 
 _STATE = ".quant_state.bitsandbytes__"
-# Possible data types of the tensors with 4-bit codes; only the bytes matter.
+# bitsandbytes can store 4-bit codes in tensors of these data types; only the bytes have a meaning.
 _STORAGE = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 
 
 def bitsandbytes(stored: StoredTensors) -> dict[str, Node]:
-    """Return name → node of the weights: 8-bit weights with `SCB`, and 4-bit weights with `weight.absmax`.
+    """Return an expression for each weight in bitsandbytes' 8-bit and 4-bit formats, by the name of the weight.
 
-    The function removes the tensors of the weights from `stored`. The formats are those of
-    https://github.com/bitsandbytes-foundation/bitsandbytes. An 8-bit weight is its number times `SCB` / 127. A 4-bit
-    weight may have quantized scales (`nested_absmax`).
+    The function removes the stored tensors of these weights from `stored`. An 8-bit weight is its integer times
+    `SCB` / 127. The scales of a 4-bit weight, `weight.absmax`, may be quantized too (`nested_absmax`). Source of the
+    formats: https://github.com/bitsandbytes-foundation/bitsandbytes.
     """
     weights: dict[str, Node] = {}
     for path in stored.ending_with(".SCB"):

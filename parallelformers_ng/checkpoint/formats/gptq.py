@@ -12,14 +12,14 @@ from parallelformers_ng.checkpoint.formats.stored_tensors import FLOATS, INTEGER
 from parallelformers_ng.checkpoint.lazy import turned
 from parallelformers_ng.checkpoint.nodes import Node
 
-_TURNS = (0, 4, 1, 5, 2, 6, 3, 7)  # position in a word of each of eight consecutive outputs in AWQ's format
+_TURNS = (0, 4, 1, 5, 2, 6, 3, 7)  # AWQ packs eight consecutive outputs into a 32-bit word at these positions
 
 
 def gptq(stored: StoredTensors) -> dict[str, Node]:
-    """Return name → node of the GPTQ weights, and remove the tensors of the weights from `stored`.
+    """Return an expression for each GPTQ weight, by name, and remove the stored tensors of the weights from `stored`.
 
-    Integers are packed along the inputs, and zero points along the outputs. `g_idx` is the group of each input. A
-    stored zero point is the real zero point minus 1, except in format gptq_v2. The formats are those of
+    Integers are packed along the inputs, and zero points along the outputs. `g_idx` has the group number of each input.
+    Except in format gptq_v2, a stored zero point is the real zero point minus 1. Source of the formats:
     https://github.com/ModelCloud/GPTQModel.
     """
     setting = stored.quantization.get
@@ -33,10 +33,10 @@ def gptq(stored: StoredTensors) -> dict[str, Node]:
 
 
 def awq(stored: StoredTensors) -> dict[str, Node]:
-    """Return name → node of the AWQ weights in AutoAWQ's gemm format, and remove their tensors from `stored`.
+    """Return an expression for each AWQ weight in AutoAWQ's gemm format, by name, and remove its tensors from `stored`.
 
-    Integers and zero points are packed along the outputs, eight in a word, in the order of `_TURNS`. The format is that
-    of https://github.com/casper-hansen/AutoAWQ.
+    Integers and zero points are packed along the outputs, eight in a 32-bit word, in the order of `_TURNS`. Source of
+    the format: https://github.com/casper-hansen/AutoAWQ.
     """
     kind = str(stored.quantization.get("version") or stored.quantization.get("format") or "gemm").lower()
     if kind != "gemm":
@@ -48,13 +48,13 @@ def awq(stored: StoredTensors) -> dict[str, Node]:
 def _weights(
     stored: StoredTensors, bits: int, dim: int, places: tuple[int, ...], points_of: torch.Tensor
 ) -> dict[str, Node]:
-    """Return name → node of the weights, and remove the tensors of the weights from `stored`.
+    """Return an expression for each weight, by name, and remove the stored tensors of the weights from `stored`.
 
     Args:
-        dim: dimension of consecutive integers in a word: 0 for the inputs, 1 for the outputs. Zero points are packed
-            along the outputs.
+        dim: dimension along which integers are packed into words of 32 bits: 0 for the inputs, 1 for the outputs. Zero
+            points are always packed along the outputs.
         places: position in a word of each consecutive integer.
-        points_of: zero point of each code.
+        points_of: table from a stored code to the zero point.
     """
     weights = {}
     for path in stored.ending_with(".qweight"):
@@ -77,7 +77,7 @@ def _weights(
         numbers = Unpacked(shape, torch.int8, words, bits, dim, places, levels(bits))
         points = Unpacked(scales.shape, torch.int8, zeros, bits, 1, places, points_of)
         weight = stored.scaled(name, numbers, scales, (blocks, 1), points, -2, bits)
-        # Linear layers have the outputs first; weights of `Conv1D` stay inputs first.
+        # The stored shape is [inputs, outputs]. `Linear` needs [outputs, inputs]; `Conv1D` needs the stored shape.
         weights[name] = weight if name in stored.transposed else turned(weight)
     stored.refuse_left([".qzeros", ".scales", ".g_idx"])
     return weights
@@ -91,7 +91,7 @@ def _bits(stored: StoredTensors, known: tuple[int, ...]) -> int:
 
 
 def _group(stored: StoredTensors, inputs: int) -> int:
-    """Return the number of inputs that share a scale; a configured size of -1 means all `inputs`."""
+    """Return the group size (inputs that share a scale) of the configuration; a value of -1 means all `inputs`."""
     size = stored.quantization.get("group_size", stored.quantization.get("q_group_size", 128))
     if not isinstance(size, int) or size < -1 or size == 0:
         raise stored.damaged(f"group_size in its configuration is {size}; it must be at least 1, or -1 for all inputs")

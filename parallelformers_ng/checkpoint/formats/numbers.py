@@ -16,18 +16,18 @@ from parallelformers_ng.checkpoint.reading import Cut, read
 from parallelformers_ng.errors import CheckpointError
 from parallelformers_ng.sharding.partition import Range, width_of
 
-# Blocks along one dimension: the size of each block, or a tensor with the block number of each index.
+# Quantization blocks along one dimension: their size, or a tensor with the block number of each index.
 Blocks = int | Tensor
 
 
 @dataclass(eq=False)
 class Scaled(ByLines):
-    """A weight in high precision: w = (values − zeros) · scales + offset, with one scale per block.
+    """A weight that is dequantized when it is read: w = (values − zeros) · scales + offset, with one scale per block.
 
     The weight is computed in fp32, and then cast to `dtype`.
 
     Attributes:
-        blocks: blocks along each dimension.
+        blocks: for each dimension, the block size, or a tensor with the block number of each index.
     """
 
     values: Node
@@ -44,7 +44,7 @@ class Scaled(ByLines):
         return numbers + self.offset if self.offset else numbers
 
     def _spread(self, node: Node, cut: Cut, rank: int | None) -> Tensor:
-        """Return the scale or zero point of each number of a part, or a tensor that broadcasts to the part."""
+        """Read the scales or zero points `node` for the part `cut` of the weight, in a shape that broadcasts to it."""
         below: Cut = {}
         block_indices: list[tuple[int, Tensor]] = []
         for dim, (size, block) in enumerate(zip(self.shape, self.blocks, strict=True)):
@@ -65,7 +65,7 @@ class Scaled(ByLines):
 
 @dataclass(eq=False)
 class Flat(ByLines):
-    """A matrix that is stored row by row in one dimension."""
+    """A matrix whose elements, `numbers`, are stored as a vector, row by row."""
 
     numbers: Node
 
@@ -78,10 +78,10 @@ class Flat(ByLines):
 
 @dataclass(eq=False)
 class Unpacked(Computed):
-    """Numbers that are packed in words, several consecutive numbers along one dimension in each word.
+    """Integers of `bits` bits, of which each element of `words` holds several, consecutive along dimension `dim`.
 
     Attributes:
-        places: position in the word of each consecutive number; position 0 is the lowest bits.
+        places: position in a word of each consecutive integer; position 0 is the lowest bits.
         table: value of each code; None if the code is the value.
     """
 
@@ -104,13 +104,12 @@ class Unpacked(Computed):
 
 @dataclass(eq=False)
 class Pairs(ByLines):
-    """4-bit integers that are packed two in a byte along one dimension, in the int4 format of `Encoding`.
+    """The integers of `values`, packed two in a byte when they are read, in the int4 format of `Encoding`.
 
-    The first integer of a pair is in the lower 4 bits. Reading a part raises CheckpointError if an integer is out of
-    range.
+    The first integer of a pair is in the lower 4 bits. An integer out of range raises CheckpointError.
 
     Attributes:
-        dim: dimension along which two neighboring 4-bit integers are packed into one byte.
+        dim: dimension along which two neighboring integers are packed into one byte.
     """
 
     values: Node
@@ -130,13 +129,13 @@ class Pairs(ByLines):
 
 
 def in_order(bits: int) -> tuple[int, ...]:
-    """Return the positions of consecutive numbers in a word of 32 bits, with the first number in the lowest bits."""
+    """Return positions for `Unpacked.places`: consecutive integers fill a word of 32 bits from the lowest bits on."""
     return tuple(range(32 // bits))
 
 
 def levels(bits: int) -> torch.Tensor:
-    """Return the value of each code of `bits` bits: the code minus 2^(bits − 1), int8.
+    """Return a table for `Unpacked.table`, int8: the value of a code of `bits` bits is the code minus 2^(bits − 1).
 
-    Zero points use the same table, so the usual zero point becomes 0.
+    Zero points use the same table, so the usual zero point, 2^(bits − 1), becomes 0.
     """
     return (torch.arange(1 << bits) - (1 << bits - 1)).to(torch.int8)

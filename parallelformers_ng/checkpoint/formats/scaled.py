@@ -14,16 +14,16 @@ from parallelformers_ng.checkpoint.lazy import applied, turned
 from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.checkpoint.reading import read
 
-_POWERS = torch.float8_e8m0fnu  # data type of powers of two: 8 bits of exponent, no sign and no mantissa
+_POWERS = torch.float8_e8m0fnu  # this data type holds powers of two: 8 exponent bits, no sign, no mantissa
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _E2M1 = torch.cat([_E2M1, -_E2M1])
 
 
 def fp8(stored: StoredTensors) -> dict[str, Node]:
-    """Return name → node of the weights in DeepSeek's format, and remove the tensors of the weights from `stored`.
+    """Return an expression for each weight in DeepSeek's format, by name, and remove its tensors from `stored`.
 
-    `weight` has 8-bit floats, and `weight_scale_inv` has one scale per block. The format is that of DeepSeek-V3
-    (https://huggingface.co/deepseek-ai/DeepSeek-V3). Scales of activations are removed, too.
+    `weight` has 8-bit floats, and `weight_scale_inv` has one scale per block. Scales of activations are removed, too.
+    Source of the format: DeepSeek-V3 (https://huggingface.co/deepseek-ai/DeepSeek-V3).
     """
     block = stored.quantization.get("weight_block_size")
     if block is not None and (len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block)):
@@ -41,10 +41,10 @@ def fp8(stored: StoredTensors) -> dict[str, Node]:
 
 
 def mxfp4(stored: StoredTensors) -> dict[str, Node]:
-    """Return name → node of the weights in gpt-oss's format, and remove the tensors of the weights from `stored`.
+    """Return an expression for each weight in gpt-oss's format, by name, and remove its tensors from `stored`.
 
-    `…_blocks` has two 4-bit floats in each byte and 32 floats in each block. `…_scales` has the exponent of each block.
-    The numbers are MXFP4 of the OCP Microscaling Formats specification, version 1.0.
+    `…_blocks` has two 4-bit floats in each byte, and 32 floats in each block. `…_scales` has the exponent of each
+    block. The format is MXFP4 of the OCP Microscaling Formats specification, version 1.0.
     """
     weights: dict[str, Node] = {}
     for name in stored.ending_with("_blocks"):
@@ -65,11 +65,11 @@ _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantiz
 
 
 def compressed_tensors(stored: StoredTensors) -> dict[str, Node]:
-    """Return name → node of the weights in compressed-tensors' formats, and remove their tensors from `stored`.
+    """Return an expression for each compressed-tensors weight, by name, and remove its stored tensors from `stored`.
 
     A layer has `weight` (8 bits) or `weight_packed`, `weight_scale`, and perhaps `weight_zero_point` and
-    `weight_g_idx`, the group of each input. The formats are those of
-    https://github.com/vllm-project/compressed-tensors. Scales of activations are removed, too.
+    `weight_g_idx`, the group number of each input. Scales of activations are removed, too. Source of the formats:
+    https://github.com/vllm-project/compressed-tensors.
     """
     groups = _groups(stored)
     weights = {}
@@ -118,7 +118,7 @@ def _groups(stored: StoredTensors) -> list[Mapping[str, Any]]:
 
 
 def _packed(stored: StoredTensors, name: str, groups: Sequence[Mapping[str, Any]]) -> tuple[Node, Node | None, int]:
-    """Return a packed weight's integers, its zero points (None without zero points), and its bits per integer.
+    """Return (integers, zero points or None, bits per integer) of a weight that is stored as `weight_packed`.
 
     A packed code of b bits is the integer plus 2^(b − 1).
     """
@@ -145,7 +145,8 @@ def _packed(stored: StoredTensors, name: str, groups: Sequence[Mapping[str, Any]
 def _blocks(
     stored: StoredTensors, name: str, shape: Sequence[int], scales: Sequence[int], groups: Sequence[Mapping[str, Any]]
 ) -> tuple[Blocks, ...]:
-    """Return the block sizes of a weight, from the first group of layers whose block sizes fit the number of scales."""
+    """Return the block sizes of a weight of shape `shape`: those of the first item of `config_groups` that fit the
+    shape of the scales."""
     last, rest = shape[-1], (1,) * (len(shape) - 1)
     for group in groups:
         strategy, size = group.get("strategy"), group.get("group_size")
@@ -167,15 +168,15 @@ def _blocks(
     )
 
 
-# Tensor classes of torchao that can be read → data types of their numbers.
+# Supported tensor classes of torchao → possible data types of their quantized numbers.
 _PARTS = {"Int8Tensor": (torch.int8,), "IntxUnpackedToInt8Tensor": (torch.int8,), "Float8Tensor": FP8}
 
 
 def torchao(stored: StoredTensors) -> dict[str, Node]:
-    """Return name → node of the torchao weights, and remove the tensors of the weights from `stored`.
+    """Return an expression for each torchao weight, by name, and remove its stored tensors from `stored`.
 
-    A weight has the tensors `_weight_qdata` and `_weight_scale`, and may have `_weight_zero_point`. The format is that
-    of https://github.com/pytorch/ao.
+    A weight has the tensors `_weight_qdata` and `_weight_scale`, and may have `_weight_zero_point`. Source of the
+    format: https://github.com/pytorch/ao.
     """
     weights = {}
     header = stored.header()
@@ -206,8 +207,8 @@ def torchao(stored: StoredTensors) -> dict[str, Node]:
 
 
 def _bits_of(data: Mapping[str, Any]) -> int:
-    """Return the bits of an integer: 8 if `target_dtype` is absent or not int1 to int4. It is a name, or a mapping with
-    that name under `_data`."""
+    """Return the bits of an integer of a torchao tensor: 1 to 4 if `target_dtype` is int1 to int4, otherwise 8.
+    `target_dtype` is the name of a data type, or a mapping with the name under `_data`."""
     target = data.get("target_dtype")
     name = str(target.get("_data") if isinstance(target, Mapping) else target).removeprefix("torch.")
     return int(name[3:]) if name in ("int1", "int2", "int3", "int4") else 8

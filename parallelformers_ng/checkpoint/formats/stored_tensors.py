@@ -1,4 +1,4 @@
-"""Tensors of a quantized checkpoint, checked one by one. A format reader takes each tensor; leftovers are an error."""
+"""Tensors of a quantized checkpoint, which a format reader takes one by one, and checks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class StoredTensors:
     """The tensors of a quantized checkpoint that no format reader has taken yet, and the checkpoint's configuration.
 
     Attributes:
-        given_header: name → text about tensors; None for the text in the files.
-        dequantize: whether a weight may become high precision if no kernel can compute with its format.
+        given_header: metadata to use instead of the metadata in the files' headers; None for the latter.
+        dequantize: whether a weight may be dequantized if no kernel can compute with its format.
         reasons: name of a weight → reason why ranks cannot hold the weight in its stored format.
     """
 
@@ -46,9 +46,9 @@ class StoredTensors:
 
     @functools.cached_property
     def transposed(self) -> frozenset[str]:
-        """Names of the weights of `Conv1D` layers, which have the shape `[inputs, outputs]`.
+        """Names of the weights of transformers' `Conv1D` layers, which have the shape `[inputs, outputs]`.
 
-        The set has each name with and without the prefix of the base model, because checkpoints use either.
+        The set has each name with and without the prefix of the base model, because a checkpoint may use either form.
         """
         model = self.plain()
         prefix = f"{model.base_model_prefix}."
@@ -67,7 +67,7 @@ class StoredTensors:
 
         Args:
             of: name of the weight that needs the tensor, for the error.
-            shape: required shape, with None for any size; None for any shape.
+            shape: required shape, in which None is any size; None for any shape.
         """
         if name not in self.state:
             raise self.damaged(f"{name} is missing; {of} cannot be read without it")
@@ -79,7 +79,7 @@ class StoredTensors:
         return node
 
     def maybe(self, name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | None] | None = None) -> Node | None:
-        """Remove an optional tensor from `state`, and return its node; None without such a tensor."""
+        """Remove an optional tensor from `state`, and return its node; None if `state` does not have the tensor."""
         return self.take(name, name, dtypes, shape) if name in self.state else None
 
     def check(self, name: str, node: Node, shape: Sequence[int | None]) -> None:
@@ -98,13 +98,13 @@ class StoredTensors:
         return UnsupportedModelError(f"{self.where} cannot be read: it {what}")
 
     def refuse_without_scales(self, kinds: tuple[torch.dtype, ...], ending: str) -> None:
-        """Raise CheckpointError if `state` still has a matrix with a data type in `kinds`: its scales are missing."""
+        """Raise CheckpointError if `state` still has a matrix with a quantized data type, because it has no scales."""
         for name, tensor in self.state.items():
             if tensor.dtype in kinds and tensor.ndim > 1:
                 raise self.damaged(f"{name} is {tensor.dtype} and has no {ending}")
 
     def refuse_left(self, endings: Iterable[str]) -> None:
-        """Raise CheckpointError if `state` still has a name with one of `endings`: the tensor's weight is missing."""
+        """Raise CheckpointError if `state` still has names with these endings, such as scales without their weight."""
         for name in self.state:
             if name.endswith(tuple(endings)):
                 raise self.damaged(f"{name} belongs to no quantized weight")
@@ -119,14 +119,14 @@ class StoredTensors:
         inputs: int = -1,
         bits: int = 8,
     ) -> Node:
-        """Return the node of a weight with one scale per block.
+        """Return an expression for a weight with one scale per block.
 
-        The node is quantized if `quantize=` has a scheme of the same format. If `dequantize` is true, a kernel must
-        also be able to compute with the format. Otherwise the node is in high precision, and `reasons` gets the reason.
-        The method reads the zero points.
+        If ranks can hold the format, the expression is a `Decoded`, so that the weight can stay quantized. With
+        `dequantize`, a kernel must also support the format. Otherwise the weight is dequantized, and `reasons` gets the
+        reason. The method reads the zero points.
 
         Args:
-            blocks: blocks along each dimension; None if a dimension has one scale for all indices or one per index.
+            blocks: blocks along each dimension; None if each dimension has either one scale, or one scale per index.
             inputs: dimension of the inputs, negative: -1 is the last dimension.
         """
         shape = values.shape
@@ -177,9 +177,10 @@ class StoredTensors:
     def _as_stored(
         self, name: str, values: Node, scales: Node, blocks: Sequence[Blocks], encoding: Encoding
     ) -> Decoded:
-        """Return the node of a quantized weight. Scales of larger blocks are repeated to one scale per line."""
+        """Return an expression for a weight that ranks can hold quantized. Ranks need a scale for each output, so the
+        scale of a block of several outputs is repeated."""
         shape, dim = values.shape, encoding.dim % len(values.shape)
-        # the cast is exact: the new data type contains all values of the stored one
+        # This cast of the scales is exact, because the new data type contains all values of the stored data type.
         wide: Any = LazyTensor(scales).to(self.dtype if encoding.kind == "int4" else torch.float32)
         for other, block in enumerate(blocks):
             if other != dim and block != 1:
@@ -191,7 +192,7 @@ class StoredTensors:
         return Decoded(shape, self.dtype, encoding, (values, wide.node))
 
     def groups_of(self, name: str, order: Node, count: int) -> torch.Tensor:
-        """Read the group of each input, int64 `[inputs]`."""
+        """Read and check the group number of each input, int64 `[inputs]`; `count` is the number of groups."""
         groups = read(order, {}).long()
         if groups.numel() and not 0 <= int(groups.min()) <= int(groups.max()) < count:
             raise self.damaged(

@@ -30,10 +30,10 @@ _FORMATS: dict[str, Callable[[StoredTensors], dict[str, Node]]] = {
 
 
 def unpacked(stored: StoredTensors) -> dict[str, LazyTensor]:
-    """Return name → tensor of a quantized checkpoint, with the names, shapes and values of a plain checkpoint."""
+    """Convert a quantized checkpoint to lazy tensors with the names, shapes and values of an unquantized checkpoint."""
     quantization = stored.quantization
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-    method = getattr(method, "value", method)  # the value of transformers' enumeration
+    method = getattr(method, "value", method)  # transformers may have put an enumeration member in place of the text
     if method is None:
         raise stored.damaged(f"its quantization_config {quantization} has no quant_method")
     if method not in _FORMATS:
@@ -43,7 +43,7 @@ def unpacked(stored: StoredTensors) -> dict[str, LazyTensor]:
         )
     try:
         weights = _FORMATS[method](stored)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # from invalid settings
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # settings are invalid
         raise stored.damaged(f"its quantization_config {quantization} is invalid: {error!r}") from error
     for name, node in weights.items():
         if stored_encoding(node) is None and not stored.dequantize:
