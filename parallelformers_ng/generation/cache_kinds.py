@@ -40,8 +40,7 @@ def _of_the_kind(make: Any) -> Any:
 def order_prefetches() -> None:
     """On CUDA, make `Cache.prefetch` wait until the same keys and values have been offloaded to host memory.
 
-    transformers 5.17 does not order prefetches after offloads. The order matters here: the host runs ahead of the
-    device.
+    transformers 5.17 does not order prefetches after offloads. The order matters: the host runs ahead of the device.
     """
     wrap_once(Cache, "prefetch", _after_offloads)
 

@@ -44,8 +44,7 @@ class Changes:
     tensors: list[torch.Tensor]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set the fields. Messages sign objects that have this method; `data` needs a signature, as it contains
-        code."""
+        """Set the fields. Messages sign objects that have this method, and `data` needs a signature: it is code."""
         vars(self).update(state)
 
 
