@@ -19,7 +19,7 @@ from parallelformers_ng.sharding.stored import StoredInParts
 
 
 def install(device: torch.device) -> None:
-    """Install the functions that serve a kind of device. Every model of the process uses them. Idempotent."""
+    """Patch torch and transformers for a kind of device. All models of this process use the patches. Idempotent."""
     propose_after_prompt()
     if device.type == "cpu":
         sdpa.install()
@@ -35,6 +35,6 @@ def install(device: torch.device) -> None:
 
 
 def install_kernels(model: nn.Module, plan: ShardPlan, device: torch.device) -> None:
-    """Make kernels compute modules of a rank's model, which is still whole, and may lack its tensors."""
+    """Replace modules of a rank's model, which is not sharded yet and may lack its tensors, by kernels."""
     kernels = installation if device.type == "cpu" else on_devices
     kernels.install(model, {layer.path for layer in plan.layers if layer.cls is StoredInParts})
