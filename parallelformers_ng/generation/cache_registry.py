@@ -151,8 +151,7 @@ class CacheRegistry:
         return all(info == handle.info for info in infos)
 
     def _enter(self, handle: CacheHandle) -> CacheHandle:
-        # The callback of the weak reference is a C function (`deque.append`), because Ctrl-C in a Python callback would
-        # be lost.
         key = handle.incarnation, handle.number
+        # The callback is a C function (`deque.append`), because Ctrl-C in a Python callback would be lost.
         self._entries[handle.number] = weakref.KeyedRef(handle, self.unwanted.append, key)
         return handle

@@ -41,7 +41,7 @@ def _settings() -> frozenset[str]:
 
 
 def roots_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that may be objects of the user: no options of `generate`, no tensors, caches, numbers."""
+    """Return the arguments that may be objects of the user, without `generate` options, tensors, caches, numbers."""
     values = (*args, *(value for name, value in kwargs.items() if name not in _settings()))
     return [value for value in values if not isinstance(value, (*PLAIN, Handle, Cache))]
 

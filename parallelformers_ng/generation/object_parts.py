@@ -41,7 +41,7 @@ class Names:
     """Global variables of a module that the user's code reads or assigns.
 
     Attributes:
-        anchor: the module, or one of its functions, because ranks do not have the user's `__main__` module.
+        anchor: the module, or one of its functions, whose globals ranks can find even if it is from `__main__`.
         names: names of the variables, defined or not.
     """
 

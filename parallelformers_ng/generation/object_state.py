@@ -102,7 +102,7 @@ class ObjectState:
             yield from object_parts.inner(obj)
 
     def _variables(self, function: types.FunctionType) -> Iterator[Any]:
-        """Number the modules whose variables a function uses, and yield the values of these variables."""
+        """Track the modules whose variables a function uses, and yield the values of these variables."""
         names = object_parts.names_of(function.__code__)
         spaces: list[tuple[Any, dict[str, Any], set[str]]] = [(function, function.__globals__, {*names})]
         for name, attributes in sorted(names.items()):
@@ -121,7 +121,7 @@ class ObjectState:
         self.parts.append(obj)
 
     def followed(self, live: bool = False) -> Given:
-        """Return the message with which ranks find the same objects. `live`: whether `update` will be called later."""
+        """Return the message with which ranks find their copies of these objects. `live`: `update` will be called."""
         places = []
         for part in self.parts:
             if isinstance(part, Place):

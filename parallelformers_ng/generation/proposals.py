@@ -34,7 +34,7 @@ from parallelformers_ng.sharding.cache_names import CACHE
 
 
 def propose_after_prompt() -> None:
-    """Patch `generate`: greedy decoding proposes tokens only after the first pass, and in faster ways. Idempotent."""
+    """Patch `generate`: greedy decoding runs the prompt without proposals, then proposes at lower cost. Idempotent."""
     wrap_once(GenerationMixin, "_get_candidate_generator", _after_prompt)
 
 

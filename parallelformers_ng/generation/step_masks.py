@@ -74,7 +74,7 @@ class _Loop:
         return prepare_known
 
     def lengthened(self, update: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """Wrap `_update_model_kwargs_for_generation`: remember each longer mask that is made from a known mask."""
+        """Wrap `_update_model_kwargs_for_generation`: a longer mask hides a token if the mask before it did."""
 
         @functools.wraps(update)
         def update_known(outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -95,7 +95,7 @@ _loops: list[_Loop] = []
 
 
 def _answered(question: Callable[..., bool]) -> Callable[..., bool]:
-    """Wrap a function that reads a mask to decide whether to omit it: in a decode step, return False unread."""
+    """Wrap a function that reads a mask to decide whether to omit it: in a decode step, do not read, return False."""
 
     @functools.wraps(question)
     def answer(padding_mask: torch.Tensor | None, *args: Any) -> bool:

@@ -62,7 +62,7 @@ class InstalledHooks:
         self._number = number
 
     def changes(self, number: int) -> HookChanges | None:
-        """Return what the hooks changed in call `number`, even if it failed; None without hooks, or the second time."""
+        """Return what the hooks changed in call `number`, even if it failed; None without hooks or the second time."""
         if self._state is None or number != self._number:
             return None
         kinds = (Cache, nn.Module)

@@ -87,7 +87,7 @@ class HookRegistry:
                 table = vars(module)[name]
                 if isinstance(table, _Table):
                     if table:
-                        table.registered = None  # the dict stays, because the handles of its hooks refer to it
+                        table.registered = None  # `table` stays, because the handles of its hooks refer to it
                     else:
                         vars(module)[name] = OrderedDict()
 
@@ -120,8 +120,7 @@ class CallHooks:
         self.packed = pack(model, hooks, self._local, self._state.followed())
 
     def check_apart_from(self, arguments: ObjectState) -> None:
-        """Raise ParallelError if a hook and an argument share an object: only one of two changed copies could be
-        kept."""
+        """Raise ParallelError if a hook and an argument share an object: the workers would change two copies of it."""
         if self._state.shares(arguments):
             raise ParallelError(
                 "a forward hook shares an object with a logits processor, a stopping criterion or"

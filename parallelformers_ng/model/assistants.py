@@ -51,8 +51,7 @@ class Assistants:
     def turn(
         self, ready: tuple[WorkerGroup, int, float], assistant: Any, arguments: dict[str, Any], show_progress: bool
     ) -> Iterator[Assistance]:
-        """Wait for other calls with an assistant, send the assistant to the ranks, and yield its replacement in the
-        call.
+        """Wait for other calls with an assistant, send it to the ranks, and yield the argument that replaces it.
 
         Weights are sent only if the ranks do not have this assistant yet, or if it has changed.
         """

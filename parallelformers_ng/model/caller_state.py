@@ -192,7 +192,7 @@ class Edits:
         self._attributes: dict[tuple[str, str], tuple[int, Any, WorkerGroup | Literal["nobody"] | None]] = {}
         self._taken: dict[tuple[str, str], State] = {}
         self._count = 0
-        self._moved: dict[tuple[str, str], int] = {}  # numbers of the recorded changes of `LiveCode.moved`
+        self._moved: dict[tuple[str, str], int] = {}  # number of the last recorded change in `LiveCode.moved`
         self._lock = threading.Lock()
         # What a group has received: configurations, numbers of changes of attributes and of code, environment
         # variables.

@@ -166,7 +166,7 @@ class Calls(Dispatcher):
             return self.dispatch(replica, path, "generate", (), eager, options)
 
     def _not_captured(self, replica: Replica, why: str) -> bool:
-        """Log that decode steps could not be captured as CUDA graphs; return whether the model now stops capturing."""
+        """Log that decode steps could not be captured as CUDA graphs; return whether later calls no longer capture."""
         steps = replica.steps
         if steps is None:
             return False
@@ -202,8 +202,7 @@ class Calls(Dispatcher):
         return deadline(checked_seconds(options.timeout, "timeout")) if options.timeout else contextlib.nullcontext()
 
     def _check_state_of_caller(self) -> None:
-        """Raise ParallelError for torch modes and changed weights that workers cannot have; send other changed
-        weights."""
+        """Refuse torch modes and changed weights that workers cannot have; send other changed weights to them."""
         refuse_modes()
         for path, name, value in self.outside.changed() if self.outside.known or self.outside.shared else ():
             self.set_attribute(path, name, value)

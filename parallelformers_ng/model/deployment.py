@@ -219,7 +219,7 @@ class Deployment:
         raise errors[0]
 
     def memory(self, what: str) -> dict[str, Any]:
-        """Device name → result of the method `what` of `worker.memory.RankMemory`."""
+        """Call the method `what` of `RankMemory` on all ranks; return device name → result."""
         memory: dict[str, Any] = {}
         for replica in self.replicas:
             group, _, deadline = replica.ready()
@@ -254,7 +254,7 @@ class Deployment:
         self.replicas[0].group.check_process()
         with self._lock:
             if self.stored is not None:
-                self._leave_groups()  # then reading a tensor can free its shared memory
+                self._leave_groups()  # first, so that reading a tensor frees its shared memory
             with self.gathering(type(model).__name__, self.plan.bytes_whole) as advance:
                 names = self.plan.tensors.keys() - (self._given.names if self._given is not None else set())
                 take_back(model, self.plan, self.read, names, advance)

@@ -36,7 +36,7 @@ class CallOptions:
         streamer: streamer that receives each token when it is chosen; None for no streaming.
         not_captured: function that receives the reason if decode steps cannot become CUDA graphs; with None, no decode
             step of the call is captured.
-        unsure: same as in `Call`.
+        unsure: whether the ranks must compare their results; see `Call`.
     """
 
     seed: int | None = None
@@ -162,7 +162,7 @@ class Dispatcher:
                 if type(answer.output) is torch.Tensor:
                     return answer.output
                 return map_handles(answer.output, receive)
-            except BaseException as error:  # also KeyboardInterrupt, which must free the call's caches
+            except BaseException as error:  # also after Ctrl-C, the caches of the call must be freed
                 registry.free_after_failure(incarnation, [*call.freed_caches, call.cache_block], caches)
                 if isinstance(error, WorkerError) and not isinstance(error, NotPortableError):
                     with contextlib.suppress(GroupError):

@@ -106,8 +106,7 @@ class LiveCode:
                 self._update()
 
     def take_settings(self, model: Any, attributes: Mapping[tuple[str, str], Any], configs: Mapping[str, Any]) -> None:
-        """Raise ParallelError if the plan does not fit new settings, or the ranks lack the attention function they
-        name."""
+        """Raise ParallelError if new settings do not fit the plan, or need an attention function that ranks lack."""
         with self._lock:
             attention = getattr(model.config, "_attn_implementation", None)
             if why := self.check.objection_to_settings(attributes, configs, attention):
@@ -156,8 +155,8 @@ class LiveCode:
         self._watch()
 
     def _refuse_code(self, slots: Mapping[str, Slot], changed: set[str]) -> None:
-        """Raise ParallelError if code in the `changed` globals and class attributes, or a function of `slots`,
-        changed."""
+        """Raise ParallelError for changed code in the `changed` globals and class attributes, or functions of
+        `slots`."""
         swapped = {id(f) for watch in (self.step, self.rest) for f in watch.changed_functions()}
         refused = {p for p in changed if any(map(is_code, (slots[p].value, _value_of(slots[p]))))}
         refused |= {p for p, slot in slots.items() if not swapped.isdisjoint(map(id, functions_in(slot.value)))}

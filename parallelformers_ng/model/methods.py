@@ -79,8 +79,7 @@ _ACCESSORS = frozenset({"get_bias", "get_prefix_bias_name", "set_default_languag
 def place_of(cls: type, name: str) -> Place:
     """Decide where the public method `name` of a module class runs while its model is parallelized.
 
-    A method that only modelling code defines runs on the workers, because such methods compute with weights, except
-    accessors.
+    A method that only modelling code defines runs on the workers, because it computes with weights; accessors do not.
     """
     if name in _PLACES:
         return _PLACES[name]

@@ -81,7 +81,7 @@ class ModelState:
         return plan.shards[rank].of(whole).contiguous() if whole.shape == plan.shape else whole
 
     def accept(self, name: str | None = None) -> None:
-        """Let calls go on without all lost state, or without the lost attribute `name`, which was set again."""
+        """Let calls continue although state is lost: any state, or the attribute `name`, which has been set again."""
         if self.is_changed:
             with self._lock:
                 for known in (self._lost, self._kept_there):

@@ -195,7 +195,7 @@ class RemoteModule(nn.Module):
 
 
 def _send_attribute(module: RemoteModule, name: str, value: Any, doing: str, is_part: bool) -> bool:
-    """Set or delete an attribute on the workers if their code may read it; return whether it may."""
+    """Set or delete an attribute on the workers if the model's code may read it; return whether it may."""
     if is_part or name in FIXED:
         raise ParallelError(refusal(module, f"{doing} {name}", "its modules and weights are on the workers"))
     remote = remote_of(module)
@@ -263,8 +263,8 @@ def refusal(module: Any, what: str, why: str, advice: str = "Call deparallelize(
 
 
 def replaced(place: str, name: str, original: Callable) -> Callable:
-    """Return a method that runs as `place` says. It keeps the original's signature, which `generate` and pipelines
-    inspect. For a module that is not remote, it runs the original."""
+    """Return the replacement of a method for its `place` (see `place_of`). It keeps the signature, which `generate` and
+    pipelines inspect. For a module that is not remote, it runs the original."""
     run = _REPLACEMENTS[place]
 
     @functools.wraps(original)

@@ -114,7 +114,7 @@ def words_reached(values: Iterable[Any]) -> frozenset[str]:
 
 
 def _home_of(value: Any) -> str:
-    """Return the name of the module of a function, also of a method of a hidden object, such as `random.choice`."""
+    """Return the name of the module that defines a function or, for a method such as `random.choice`, its class."""
     return str(getattr(value, "__module__", None) or type(getattr(value, "__self__", None)).__module__)
 
 

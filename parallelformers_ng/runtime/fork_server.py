@@ -69,7 +69,8 @@ def _why_no_forks() -> str | None:
     numbers = [number for number in os.listdir("/proc/self/task") if int(number) != os.getpid()]
     names = sorted(kernel_text(f"/proc/self/task/{number}/comm") for number in numbers)
     threads = [name for name in names if name not in _NEEDLESS_THREADS]
-    if needed := [name for name in threads if not name.startswith("cuda")]:  # CUDA driver threads: ask the driver below
+    # Threads of the CUDA driver are judged below.
+    if needed := [name for name in threads if not name.startswith("cuda")]:
         return f"an import has started {len(needed)} threads ({', '.join(needed)}), which a fork would lack"
     pid = _fork_quietly()
     if pid == 0:

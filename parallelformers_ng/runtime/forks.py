@@ -182,9 +182,9 @@ def _end(process: Spawned, link: ChildLink, forks: weakref.WeakSet[Fork]) -> Non
 
 
 def _forget_in_forked_child() -> None:
-    # Close the child's copy of the lifeline: with an open copy, the server would not notice the end of its parent.
     global _newest, _lock
     _newest, _lock = None, threading.Lock()
+    # With an open copy of its lifeline, a server would not notice the end of its parent.
     for server in list(_all):
         server.forget()
 

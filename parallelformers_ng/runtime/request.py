@@ -43,7 +43,7 @@ class Request:
         self.deadline, self.seconds = deadline, deadline - time.monotonic()
 
     def prepare(self) -> bool:
-        """Called in the group's thread when the request's turn comes; return whether to send the request."""
+        """Decide, in the group's thread and at the request's turn, whether to send the request."""
         return True
 
     def put(self, item: Frame | Answers | GroupError | None) -> None:

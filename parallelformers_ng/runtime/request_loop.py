@@ -170,7 +170,7 @@ class RequestLoop:
         elif request.prepare() and self._send(request):
             self._run_later_functions()
             self._collect(request)
-        self._current = None  # a request may refer to the group, which must stay collectable
+        self._current = None  # a request may refer to the group, and keep it alive
 
     def _run_later_functions(self) -> None:
         later, self._later = self._later, []
@@ -178,8 +178,7 @@ class RequestLoop:
             function()
 
     def _send(self, request: Request) -> bool:
-        """Send a request to all ranks and return True. Without memory for the messages, put the error and return
-        False."""
+        """Send a request to all ranks. If memory for its messages is lacking, give it the error and return False."""
         flags = request.flags | (Flag.RESET if self._needs_reset else 0)
         packed: list[Packed] = []
         self._answers = {}

@@ -98,7 +98,7 @@ class Service:
                 if not self.communicator.all_ended(frame.sequence):
                     self.communicator.abort(f"rank {self.communicator.rank} raised {type(error).__name__}")
                 self.channel.send(FrameKind.ERROR, frame.sequence, failures.describe(error, is_consequence))
-            if self.communicator.why_void():  # now that the error and its stack frames no longer keep device memory
+            if self.communicator.why_void():  # not in `except`, where the error keeps device memory
                 self.communicator.clear_up()
 
     def _next(self) -> Frame | None:
@@ -106,7 +106,7 @@ class Service:
             self.channel.spin(time.monotonic() + SPIN_SECONDS)
         frame, due = self.channel.receive(), self.emit.sequence + 1
         self.emit.updates = []
-        while frame.kind is FrameKind.UPDATE:  # updates of the last request arrived too late
+        while frame.kind is FrameKind.UPDATE:  # skip updates that came after their request had ended
             frame.discard()
             frame = self.channel.receive()
         if frame.kind is _REQUEST and frame.sequence == due:

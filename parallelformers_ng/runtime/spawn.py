@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from parallelformers_ng.errors import StartupError
 
-REAP_SECONDS = 5.0  # wait for a killed process; it ends within milliseconds unless a driver blocks it
+REAP_SECONDS = 5.0  # maximum wait for the end of a killed process; only a driver can delay it
 _TAIL_BYTES = 8192
 
 

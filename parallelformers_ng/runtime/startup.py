@@ -97,7 +97,8 @@ def launch(
         "arena": FileDescriptor(processes.arena.fd),
         "stderr": FileDescriptor(standard_error),
     }
-    if chosen_backend(settings.backend, device_names[0].partition(":")[0]) != "shared_memory":  # needs only the arena
+    # The shared-memory backend needs no rendezvous.
+    if chosen_backend(settings.backend, device_names[0].partition(":")[0]) != "shared_memory":
         processes.rendezvous = create_rendezvous()
         common["rendezvous"] = FileDescriptor(processes.rendezvous)
     spare_cpus = cores.usable_cpus() - 1  # the caller needs one CPU

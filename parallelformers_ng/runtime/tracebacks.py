@@ -64,6 +64,7 @@ def _state(worker: Worker, arena: Any) -> str:
     status = kernel_text(f"/proc/{worker.pid}/status")
     if not status:
         return "ended"
-    steps = arena.counter(worker.rank) + arena.counter(arena.world_size + worker.rank)  # of the group, of the stage
+    # Steps in collectives of the whole group, and in those of the rank's stage.
+    steps = arena.counter(worker.rank) + arena.counter(arena.world_size + worker.rank)
     state = status.partition("State:\t")[2].partition("\n")[0]
     return f"{state}, {steps} steps of collectives" if steps else state

@@ -89,7 +89,7 @@ def open_parent(parent: int) -> int:
         pidfd = os.pidfd_open(parent)
     except ProcessLookupError:
         os._exit(PARENT_GONE)
-    if os.getppid() != parent:  # the id may now be another process's
+    if os.getppid() != parent:  # the parent has ended; its id may be another process's
         os._exit(PARENT_GONE)
     return pidfd
 

@@ -52,7 +52,7 @@ class Worker:
         raise NotImplementedError
 
     def exit_status(self) -> int | None:
-        """Return the same as `reap`; kill a worker that does not end within 1 s."""
+        """Return the worker's exit code as `reap` does, but kill a worker that does not end within 1 s."""
         if not self.has_ended(EXIT_SECONDS):
             self.kill()
         return self.reap()
@@ -63,8 +63,7 @@ class Worker:
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def death(self, device_name: str) -> Callable[[], WorkerDiedError]:
-        """Return a function that makes the error about this worker's end. Kill the worker if it is still running in 1
-        s."""
+        """Return a function that makes the error about this worker's end. Kill a worker that runs longer than 1 s."""
         code = self.exit_status()
         number = -code if code is not None and code < 0 else None
         where, device = "", device_name
@@ -106,7 +105,7 @@ class WorkerProcess(Worker):
     def _start_errors(self) -> Iterator[None]:
         try:
             yield
-        except RequestTimeoutError:  # a subclass of OSError
+        except RequestTimeoutError:  # also an OSError, but no failure to start
             raise
         except OSError as error:
             raise StartupError(f"rank {self.rank}: {sys.executable} could not be started: {error}") from error
@@ -128,8 +127,7 @@ class WorkerProcess(Worker):
             send_signal(self.pidfd, signal.SIGKILL)
 
     def request_traceback(self) -> int:
-        """Make the worker, or its server before the fork, write a traceback to its log. Return the log's size
-        before."""
+        """Make the worker (before the fork, its server) append a traceback to its log. Return the log's old size."""
         size = self._log_link.log_size()
         if not self.has_ended():
             send_signal(self.pidfd, signal.SIGCONT)  # continue a stopped process, which could not write

@@ -34,7 +34,7 @@ def _cached(parameters: dict[str, Any], function: Any) -> Any:
 
 
 def _reduce_cached(function: Any) -> Any:
-    """Reduce a function with `lru_cache` for pickle: by name, or by value if cloudpickle does so for functions."""
+    """Reduce a function with `lru_cache` for pickle: by name if cloudpickle would use its name, otherwise by value."""
     place = cloudpickle.cloudpickle._lookup_module_and_qualname(function)
     if place is not None and not cloudpickle.cloudpickle._is_registered_pickle_by_value(place[0]):
         return function.__qualname__
@@ -108,8 +108,7 @@ class ByValuePickler(cloudpickle.Pickler):
     )
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce classes by value with the qualified names that cloudpickle omits, because messages refer to classes by
-        them."""
+        """Reduce an object as cloudpickle does, but keep class names, slots and shared closures, which it loses."""
         if type(obj) is torch.Tensor and obj.dtype.itemsize == 1 and obj.is_floating_point():
             return torch.Tensor.view, (obj.view(torch.uint8), obj.dtype)  # torch cannot read float8 back from a pickle
         reduced = super().reducer_override(obj)
@@ -123,7 +122,7 @@ class ByValuePickler(cloudpickle.Pickler):
         else:
             *code, empty = args
             if empty:
-                # cloudpickle gives each function its own cells; then functions would no longer share a closure
+                # Share cells: by default cloudpickle gives each function its own, and functions would no longer share a
                 # variable.
                 cells = zip(obj.__closure__, empty, strict=True)
                 known = self.__dict__.setdefault("_cells", {})

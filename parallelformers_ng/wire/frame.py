@@ -82,7 +82,7 @@ class FileDescriptor:
 
 @dataclass(frozen=True)
 class Handle:
-    """Refers to an object that exists only in the process that sent the handle."""
+    """Refers, in a message, to an object that is not sent: it stays with the sender, or the receiver has it already."""
 
     kind: str
     payload: Any = None

@@ -147,7 +147,7 @@ class Listener:
 
 
 def call(address: Address, key: bytes, purpose: bytes, deadline: float) -> tuple[socket.socket, Session]:
-    """Connect to a listener, and prove to each other the knowledge of the key. `purpose` has up to 32 bytes."""
+    """Connect to a listener; both sides prove that they know the key. `purpose` has up to 32 bytes."""
     assert len(purpose) <= _PURPOSE
     where = f"{address[0]}, port {address[1]},"
     connection = None

@@ -14,6 +14,6 @@ def is_of_handler(error: BaseException) -> bool:
 
 
 def raise_if_of_handler(error: Exception) -> None:
-    """Raise the exception again if a signal handler of the user raised it. For code that catches any exception."""
+    """Raise the exception again if a signal handler of the user raised it; call this after catching any exception."""
     if is_of_handler(error):
         raise error

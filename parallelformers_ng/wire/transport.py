@@ -54,8 +54,8 @@ class Channel:
         self.connection = connection
         self._ahead = bytearray(_READ_AHEAD_BYTES)
         self._free = memoryview(self._ahead)
-        self._begin = self._end = 0  # bounds of received bytes in `_ahead` that belong to later frames
-        self._fds: list[int] = []  # received descriptors of later frames, in order
+        self._begin = self._end = 0  # bounds of the bytes in `_ahead` that no call has returned yet
+        self._fds: list[int] = []  # received descriptors that no call has returned yet, in order
         self._readable = select.poll()
         self._readable.register(connection, select.POLLIN)
 

@@ -35,6 +35,6 @@ def install(device: torch.device) -> None:
 
 
 def install_kernels(model: nn.Module, plan: ShardPlan, device: torch.device) -> None:
-    """Replace modules of a rank's model, which is not sharded yet and may lack its tensors, by kernels."""
+    """Patch modules of a rank's model to use kernels, before the model is sharded and has its weights."""
     kernels = installation if device.type == "cpu" else on_devices
     kernels.install(model, {layer.path for layer in plan.layers if layer.cls is StoredInParts})

@@ -261,8 +261,7 @@ class ModelRunner(RankWeights):
 
     @contextlib.contextmanager
     def _capturing(self, module: Any, wanted: bool) -> Iterator[Callable[[], str]]:
-        """Capture decode steps inside the `with` block if `wanted`; yield a function that returns why none was
-        captured."""
+        """Capture decode steps inside the `with` block if `wanted`; yield a function that returns why none was."""
         captured = self._captured_steps("call") if wanted else ""
         if isinstance(captured, str):
             yield lambda: captured
@@ -318,7 +317,7 @@ class ModelRunner(RankWeights):
         return self.caches.get(number, subcache)
 
     def _outgoing(self, part: Cache | OwnHeads, known: Container[int] = ()) -> Any:
-        """Return what is sent instead of a cache, its `Handle`, or instead of attention weights, those of all heads."""
+        """Prepare a value for the caller: make a `Handle` for a cache, and gather all heads of attention weights."""
         return gathered(part) if isinstance(part, OwnHeads) else self.caches.handle(handed_out(part), known)
 
     def _take_changes(self, call: Call) -> None:
