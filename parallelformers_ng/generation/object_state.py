@@ -102,7 +102,7 @@ class ObjectState:
             yield from object_parts.inner(obj)
 
     def _variables(self, function: types.FunctionType) -> Iterator[Any]:
-        """Track the modules whose variables a function uses, and yield the values of these variables."""
+        """Track the global variables that a function uses, also those of imported modules, and yield their values."""
         names = object_parts.names_of(function.__code__)
         spaces: list[tuple[Any, dict[str, Any], set[str]]] = [(function, function.__globals__, {*names})]
         for name, attributes in sorted(names.items()):
@@ -161,7 +161,8 @@ class ObjectState:
         return zlib.crc32(" ".join(type(part).__name__ for part in self.parts).encode())
 
     def _values(self, named: dict[Any, Any]) -> dict[Any, Any]:
-        """Select the values that can be sent to the ranks: plain values, tuples and parts, but no code."""
+        """Select the values that can be sent to the ranks: numbers, strings, tuples and tracked objects, but no
+        code."""
         return {
             name: value
             for name, value in named.items()
@@ -187,7 +188,7 @@ class ObjectState:
                 self._note(values_in(content))
 
     def _note(self, values: Iterable[Any]) -> None:
-        """Store digests of values that may change but that are not parts of this state."""
+        """Store digests of values that may change in place but that this object does not track."""
         for value in values:
             if type(value) not in PLAIN_TYPES and self._is_opaque(value):
                 self._digests[id(value)] = self._digest(value)

@@ -140,7 +140,7 @@ class LatestMatch(PromptLookupCandidateGenerator):
         if not self._has_begun:
             self._has_begun = True
             return input_ids, None
-        # One token less than up to `max_length`, because the model itself adds a token after the proposals.
+        # Leave room below `max_length` for the token that the model itself adds after the proposals.
         most = min(self.num_output_tokens, self.max_length - input_ids.shape[1] - 1)
         proposals = self._after_match(input_ids[0])[: max(most, 0)]
         if self.eos_token_id is not None:

@@ -62,7 +62,8 @@ class InstalledHooks:
         self._number = number
 
     def changes(self, number: int) -> HookChanges | None:
-        """Return what the hooks changed in call `number`, even if it failed; None without hooks or the second time."""
+        """Return what the hooks changed in call `number`, even if it failed. Return it once; None also without
+        hooks."""
         if self._state is None or number != self._number:
             return None
         kinds = (Cache, nn.Module)
@@ -70,7 +71,7 @@ class InstalledHooks:
             place: mapped(value, kinds, self._stand_in, in_place=False) for place, value in self._attributes.items()
         }
         changes = self._state.changes(), attributes, self._removed
-        self._state, self._attributes, self._removed = None, {}, []  # these may refer to large tensors
+        self._state, self._attributes, self._removed = None, {}, []  # they may refer to large tensors, which this frees
         return changes
 
     def _remove(self, number: int, payload: int) -> None:

@@ -202,7 +202,8 @@ class Calls(Dispatcher):
         return deadline(checked_seconds(options.timeout, "timeout")) if options.timeout else contextlib.nullcontext()
 
     def _check_state_of_caller(self) -> None:
-        """Refuse torch modes and changed weights that workers cannot have; send other changed weights to them."""
+        """Raise ParallelError for torch modes and changed weights that ranks cannot reproduce; send other new
+        weights."""
         refuse_modes()
         for path, name, value in self.outside.changed() if self.outside.known or self.outside.shared else ():
             self.set_attribute(path, name, value)

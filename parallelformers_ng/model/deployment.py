@@ -254,7 +254,7 @@ class Deployment:
         self.replicas[0].group.check_process()
         with self._lock:
             if self.stored is not None:
-                self._leave_groups()  # first, so that reading a tensor frees its shared memory
+                self._leave_groups()  # stops the workers, so that reading a tensor can free its memory
             with self.gathering(type(model).__name__, self.plan.bytes_whole) as advance:
                 names = self.plan.tensors.keys() - (self._given.names if self._given is not None else set())
                 take_back(model, self.plan, self.read, names, advance)

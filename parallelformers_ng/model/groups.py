@@ -83,7 +83,7 @@ class StoredModel:
     def load(self, group: WorkerGroup, progress: Progress | None = None, part: str = "") -> None:
         """Make the ranks of a group load their weights, after `build`.
 
-        `part` names the runner's attribute that loads the model, with a dot at its end; "" for the runner itself.
+        `part` is "" for the model, or the name of another runner attribute that loads weights, such as "assistant.".
         """
         fds = [tuple(FileDescriptor(fd) for fd in self.store.fds_for(rank)) for rank in range(self.plan.world_size)]
         stored = self.checkpoint.as_stored(self.plan)

@@ -155,8 +155,7 @@ class LiveCode:
         self._watch()
 
     def _refuse_code(self, slots: Mapping[str, Slot], changed: set[str]) -> None:
-        """Raise ParallelError for changed code in the `changed` globals and class attributes, or functions of
-        `slots`."""
+        """Raise ParallelError for changed code: in `changed` globals or class attributes, or functions of `slots`."""
         swapped = {id(f) for watch in (self.step, self.rest) for f in watch.changed_functions()}
         refused = {p for p in changed if any(map(is_code, (slots[p].value, _value_of(slots[p]))))}
         refused |= {p for p, slot in slots.items() if not swapped.isdisjoint(map(id, functions_in(slot.value)))}

@@ -46,7 +46,7 @@ def cpus_of_ranks(world_size: int, threads: int) -> list[set[int]] | None:
 def numa_nodes(directory: Path) -> dict[int, int]:
     """Return CPU number → NUMA node, from a folder like /sys/devices/system/node; empty without listed nodes."""
     node_of: dict[int, int] = {}
-    with contextlib.suppress(OSError):  # without these files, or at the limit of open files
+    with contextlib.suppress(OSError):  # no such folder, or too many open files
         for node in directory.glob("node[0-9]*"):
             for part in (node / "cpulist").read_text().strip().split(","):
                 first, _, last = part.partition("-")

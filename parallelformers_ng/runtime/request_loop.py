@@ -170,7 +170,7 @@ class RequestLoop:
         elif request.prepare() and self._send(request):
             self._run_later_functions()
             self._collect(request)
-        self._current = None  # a request may refer to the group, and keep it alive
+        self._current = None  # the request may refer to the group, and would keep it alive
 
     def _run_later_functions(self) -> None:
         later, self._later = self._later, []

@@ -283,7 +283,7 @@ def _flat_bytes(tensor: torch.Tensor) -> Any:
 
 
 def _not_portable(value: Any, place: str, error: Exception) -> NotPortableError:
-    """Return the error for a value that cannot be pickled. The error names the innermost value that cannot be."""
+    """Return the error for a value that cannot be pickled. The error names the innermost value with this problem."""
     if isinstance(error.__cause__ or error, RecursionError):  # cloudpickle raises its own error from the RecursionError
         return NotPortableError(f"{place or 'the value'} is nested too deeply")
     is_top = not place and type(value) is dict
