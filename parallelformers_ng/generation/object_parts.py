@@ -139,7 +139,6 @@ def state_of(part: Any) -> Any:
 
 
 def put_items(part: Any, items: Any) -> None:
-    """Replace the contents of a mutable object in place."""
     if isinstance(part, (list, bytearray)):
         part[:] = items
     elif isinstance(part, (collections.deque, set)):

@@ -44,7 +44,7 @@ class Changes:
     tensors: list[torch.Tensor]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set the fields. Messages sign objects that have this method, and `data` needs a signature: it is code."""
+        """Set the fields. Messages sign objects that have this method; `data` needs a signature: it is code."""
         vars(self).update(state)
 
 
@@ -141,8 +141,7 @@ class ObjectState:
     def on_rank(
         cls, followed: Given, roots: Iterable[Any], stand_in: Callable[[Any], Any] | None = None
     ) -> ObjectState:
-        """Create the state of a call on a rank, and `remember` the contents. Raise NotPortableError if the rank's
-        copies contain other mutable objects than the caller's."""
+        """Create a call's state on a rank. Raise NotPortableError if its copies have other mutable objects."""
         for place, attributes, closed in followed.places:
             for name, value in attributes.items():
                 object_parts.put_attribute(place, name, value)
@@ -267,8 +266,7 @@ class ObjectState:
         return (changed, removed, order) if changed or removed or order else None
 
     def update(self) -> Changes | None:
-        """Return what threads of this process have changed during the call, for the ranks; None while the ranks have
-        not confirmed the previous update."""
+        """Return what other threads changed during the call, or None while the ranks have not confirmed an update."""
         try:
             return None if self._unconfirmed else self.changes(again=True)
         except RuntimeError:  # another thread changed a dictionary or list during the comparison; compare again later

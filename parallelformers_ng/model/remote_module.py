@@ -59,7 +59,6 @@ class Remote:
 
     @property
     def model(self) -> Any:
-        """The parallelized model."""
         model = self._model()
         if model is None:
             raise ParallelError(f"{self.path} belongs to a parallelized model that was deleted; its weights are gone")

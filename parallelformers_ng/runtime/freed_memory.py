@@ -21,6 +21,5 @@ def give_back_freed() -> None:
 
 
 def trim_heap() -> None:
-    """Return freed heap pages to the system."""
     with contextlib.suppress(OSError, AttributeError):  # only glibc has `malloc_trim`
         ctypes.CDLL(None).malloc_trim(0)

@@ -115,7 +115,6 @@ class Channel:
         return frame.kind, frame.sequence, decode(frame)
 
     def receive(self, deadline: float = math.inf) -> Frame:
-        """Receive one frame without decoding its message."""
         try:
             self._fill(FIXED_PART.size, deadline)
             kind, flags, sequence, variable, outside, count = read_fixed_part(self._ahead, self._begin, len(self._fds))

@@ -56,7 +56,6 @@ def _refusal(why: str) -> ParallelError:
 
 
 def draw_states() -> Any:
-    """Return the states of the generators of `random` and of `numpy.random`."""
     return random.getstate(), np.random.get_state()
 
 
