@@ -1,4 +1,4 @@
-"""Handles: objects in the caller's process that stand for key/value caches on the workers."""
+"""Handles: objects in the caller's process that represent KV caches on the workers."""
 
 from __future__ import annotations
 
@@ -16,31 +16,30 @@ from parallelformers_ng.generation.caches import CacheInfo, parts_of
 
 
 class CacheHandle(Cache):
-    """The caller's stand-in for a cache on the workers, and also an instance of that cache's class.
+    """Represents, in the caller's process, a KV cache on the workers. Also an instance of the cache's own class.
 
     The handle itself knows lengths and properties. Methods that read or change the contents (`crop`, `reorder_cache`,
     `reset`, copies) run on the workers. Reading `layers`, calling `update` and pickling raise `ParallelError`, because
     the tensors are on the workers. The workers free the cache when the handle is garbage-collected. A use of the handle
-    raises `StaleCacheError` after a restart of the workers, or if a request failed while it wrote to the cache, because
-    ranks may then have different lengths.
+    raises `StaleCacheError` after a restart of the workers. The same error is raised after a failed write to the cache
+    if the ranks' caches then have different lengths.
 
     Attributes:
-        incarnation: incarnation of the workers that have the cache.
+        incarnation: restart count of the workers that have the cache.
         info: facts about the cache after the latest request.
     """
 
     number: int
     incarnation: int
     info: CacheInfo
-    # Whether a request with this cache failed; the ranks' caches are then compared before the next use.
+    # Whether a request with this cache has failed. If so, `check` compares the ranks' caches before the next use.
     unverified = False
-    # Whether ranks may have different lengths of the cache.
+    # Whether the ranks' caches may have different lengths, so that the handle cannot be used any more.
     inconsistent = False
-    _registry: weakref.ref[Any]  # the `CacheRegistry`
+    _registry: weakref.ref[Any]  # a `CacheRegistry`; `Any`, because its module imports this module
 
     def check(self) -> Any:
-        """Return the registry of the handle, after a comparison of the ranks' caches if a request with the cache
-        failed."""
+        """Return the handle's registry. Raise StaleCacheError if the cache is lost, or may differ between ranks."""
         registry = self._registry()
         if registry is None or registry.incarnation != self.incarnation:
             raise StaleCacheError(
@@ -57,7 +56,7 @@ class CacheHandle(Cache):
         return registry
 
     def place(self) -> tuple[CacheHandle, str]:
-        """The handle of the whole cache, and the name of the subcache; "" if this handle is the whole cache."""
+        """Return the handle of the whole cache and "", or for a subcache the handle of its whole cache and its name."""
         return self, ""
 
     def _remote(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +111,7 @@ class EncoderDecoderCacheHandle(CacheHandle, EncoderDecoderCache):
 
     @property
     def is_updated(self) -> dict[int, bool]:
-        """Layer index → whether the cross-attention cache of that layer is filled. Each access asks the workers."""
+        """Layer index → whether the cross-attention cache of that layer is filled. Each access sends a request."""
         return self._remote("__getattribute__", "is_updated")
 
     @property
@@ -150,7 +149,8 @@ class SubcacheHandle(CacheHandle):
         info = self._whole.info
         if self._name == "self_attention_cache":
             return info
-        # The whole cache's info has the lengths of the self-attention; -1 makes the workers answer for cross-attention.
+        # `_whole.info` has the lengths of the self-attention cache. A length of -1 makes `get_seq_length` ask the
+        # workers.
         return replace(info, lengths=[-1] * len(info.lengths), flags={})
 
     def check(self) -> Any:
@@ -164,8 +164,7 @@ class SubcacheHandle(CacheHandle):
 
 
 def adopt(cache: Cache | None, registry: Any, incarnation: int, number: int, info: CacheInfo) -> CacheHandle:
-    """Return a handle for a cache on the workers. A cache object of the caller loses its attributes and becomes the
-    handle."""
+    """Make a handle for a cache on the workers. The caller's object `cache`, if there is one, becomes the handle."""
     cls = handle_class(_named_class(info.module, info.name) if cache is None else type(cache))  # type: ignore[arg-type]
     if cache is None:
         handle = cls.__new__(cls)
@@ -180,7 +179,7 @@ def adopt(cache: Cache | None, registry: Any, incarnation: int, number: int, inf
 
 @functools.cache
 def handle_class(cls: type[Cache], base: type[CacheHandle] = CacheHandle) -> type[CacheHandle]:
-    """Subclass of `CacheHandle` and `cls` whose public methods run on the workers or use the handle's info.
+    """Create a subclass of `CacheHandle` and `cls`. Its public methods run on the workers or read the handle's `info`.
 
     Args:
         cls: class of the cache on the workers; a handle class is returned unchanged.
@@ -223,10 +222,10 @@ def _named_class(module: str, name: str) -> type[Cache]:
 
 
 def is_empty(cache: Cache) -> bool:
-    """Whether a cache of the caller has no keys and values yet, so that the workers can fill the cache."""
+    """Whether the caller's cache has no keys and values yet, so that the workers can fill it."""
     return not any(_is_filled(layer) for part in parts_of(cache) for layer in part.layers)
 
 
 def _is_filled(layer: Any) -> bool:
-    # A state tensor has 3 or more dimensions; counters of an empty layer have fewer.
+    # Keys, values and recurrent states have 3 or more dimensions. Counters, which empty layers also have, have fewer.
     return any(isinstance(value, torch.Tensor) and value.ndim >= 3 for value in vars(layer).values())

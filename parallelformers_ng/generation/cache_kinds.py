@@ -20,11 +20,12 @@ _kind: str | None = None
 
 
 def keep_caches(kind: str | None) -> None:
-    """Set the kind of every dynamic cache that this process makes from now on: "int8", "offload", or None."""
+    """Choose how each `DynamicCache` that this process creates from now on stores keys and values: "int8", "offload"
+    (in host memory), or None for the usual way."""
     global _kind
     _kind = kind
     plain = getattr(DynamicCache.__init__, "__wrapped__", DynamicCache.__init__)
-    DynamicCache.__init__ = plain if kind is None else _of_the_kind(plain)  # no overhead for kind None
+    DynamicCache.__init__ = plain if kind is None else _of_the_kind(plain)  # without a wrapper, `None` costs no time
 
 
 def _of_the_kind(make: Any) -> Any:
@@ -37,10 +38,9 @@ def _of_the_kind(make: Any) -> Any:
 
 
 def order_prefetches() -> None:
-    """Make a prefetch of keys and values from host memory wait for their offload, from now on. For CUDA ranks.
+    """On CUDA, make `Cache.prefetch` wait until the same keys and values have been offloaded to host memory.
 
-    transformers 5.17 does not order prefetches after offloads. Here that order is needed, because the host does not
-    wait for the device in each step.
+    transformers 5.17 does not order prefetches after offloads. The order matters: the host runs ahead of the device.
     """
     wrap_once(Cache, "prefetch", _after_offloads)
 
@@ -54,7 +54,7 @@ def _after_offloads(usual: Any) -> Any:
 
 
 def take_kind(cache: Cache) -> Cache:
-    """Change the plain layers of an empty cache to int8 layers, in place, if `keep_caches` has set that kind."""
+    """Replace the empty `DynamicLayer`s of a cache by `Int8Layer`s, in place, if `keep_caches("int8")` was called."""
     for part in parts_of(cache) if _kind == "int8" else ():
         if isinstance(part, DynamicCache):
             if part.layer_class_to_replicate is DynamicLayer:

@@ -16,23 +16,23 @@ from parallelformers_ng.generation.caches import CACHE_BLOCK, CacheInfo
 from parallelformers_ng.runtime.supervisor import Supervisor
 from parallelformers_ng.wire.frame import Handle
 
-# Errors that are raised before a request reaches any rank.
+# Errors that are raised before the request reaches any rank, so that the ranks' caches are unchanged.
 _NOTHING_SENT = (DeadlineExpiredError, NotPortableError, SharedMemoryError)
 
 
-# Weak reference to a handle; its key is the incarnation and the number of the handle's cache.
+# Weak reference to a handle, with a key: the incarnation and the number of the handle's cache.
 _Entry = weakref.KeyedRef[tuple[int, int], CacheHandle]
 
 
 class CacheRegistry:
-    """The caches on the workers of one model. The registry keeps only a weak reference to the owner of the workers."""
+    """Tracks the KV caches of one model's workers. Has only a weak reference to the `Supervisor` of the workers."""
 
     def __init__(self, workers: Supervisor) -> None:
         self._workers = weakref.ref(workers)
         self._entries: dict[int, _Entry] = {}
         self.unwanted: deque[_Entry | tuple[int, int]] = deque()
         """Caches to free on the workers: entries of handles that no longer exist, and (incarnation, number) pairs."""
-        self._numbers = itertools.count(-1, -1)  # for caches that the caller made
+        self._numbers = itertools.count(-1, -1)  # caches that the caller created get negative numbers
         self.blocks = itertools.count(CACHE_BLOCK, CACHE_BLOCK)
         """First number of each request's block of numbers, so that all ranks give a new cache the same number."""
 
@@ -42,12 +42,10 @@ class CacheRegistry:
         workers = self._workers()
         return None if workers is None else workers.incarnation
 
-    # -- with requests -------------------------------------------------------------------------------------------
-
     def send(self, cache: Cache, in_flight: dict[int, Cache]) -> Handle:
-        """Return the value that stands for a cache in a message, and add the cache to `in_flight` by its number.
+        """Add a cache to `in_flight`, by number, and return the `Handle` that replaces the cache in a message.
 
-        A subcache's handle adds the handle of the whole cache.
+        For a handle of a subcache, add the handle of the whole cache.
         """
         if isinstance(cache, CacheHandle):
             if cache.check() is not self:
@@ -65,10 +63,10 @@ class CacheRegistry:
         return Handle("new cache", (number, cache))
 
     def refresh(self, cache: Cache | None, incarnation: int, number: int, info: CacheInfo) -> None:
-        """Store new facts about a cache that was sent with a request; a cache that the caller made becomes a handle.
+        """Set the `info` of the caller's handle after a request; if `cache` is no handle yet, make it a handle.
 
         Args:
-            cache: cache from `in_flight` of `send`; None has no effect.
+            cache: cache that `send` added to `in_flight`; None has no effect.
             incarnation: incarnation of the workers that ran the request.
         """
         if isinstance(cache, CacheHandle):
@@ -77,7 +75,7 @@ class CacheRegistry:
             self._enter(adopt(cache, self, incarnation, number, info))
 
     def receive(self, handle: Handle, incarnation: int) -> Any:
-        """Return the caller's handle for a cache that a request returned; see `CacheTable.handle`."""
+        """Return the caller's `CacheHandle` for a cache in a request's result; for `handle` see `CacheTable.handle`."""
         number, info, subcache = handle.payload["id"], handle.payload["info"], handle.payload["subcache"]
         entry = self._entries.get(number)
         known = None if entry is None else entry()
@@ -101,12 +99,12 @@ class CacheRegistry:
     def free_after_failure(
         self, incarnation: int, numbers: list[int], in_flight: Mapping[int, Cache] | None = None
     ) -> None:
-        """After a failed request, free the caches that the request made, and the caches that the request had to free.
+        """Schedule caches to be freed on the workers after a failed request.
 
         Args:
-            numbers: numbers of caches and of blocks to free.
-            in_flight: caches of the request. A handle is compared with the ranks' caches before its next use. A cache
-                that the caller made is freed on the ranks.
+            numbers: numbers of caches that the request should have freed, and of its block of new caches.
+            in_flight: caches that were sent with the request. Handles become `unverified`; caches that the caller
+                created are freed.
         """
         for number, cache in (in_flight or {}).items():
             if isinstance(cache, CacheHandle):
@@ -115,14 +113,12 @@ class CacheRegistry:
                 self.unwanted.append((incarnation, number))
         self.unwanted.extend((incarnation, number) for number in numbers)
 
-    # -- for handles ---------------------------------------------------------------------------------------------
-
     def call(
         self, handle: CacheHandle, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], subcache: str = ""
     ) -> Any:
-        """Call a method of a cache, or of one of its subcaches, on every rank; "copy" copies the cache.
+        """Call a method of a cache, or of one of its subcaches, on every rank. The method "copy" copies the cache.
 
-        After an error of a method that may have changed the cache, the handle cannot be used any more.
+        If a method that may have changed the cache raises an error, the handle cannot be used any more.
 
         Returns:
             Result of the method on rank 0; a new handle for a result that is a cache.
@@ -130,7 +126,7 @@ class CacheRegistry:
         workers = self._workers()
         assert workers is not None, "the handle was checked"
         group, incarnation, deadline = workers.ready()
-        handle.check()  # a handle of an older group is stale
+        handle.check()  # raises StaleCacheError if `ready` has just restarted the workers
         block = next(self.blocks)
         try:
             result, info = group.call(
@@ -138,7 +134,7 @@ class CacheRegistry:
             )
             handle.info = info
             return self.receive(result, incarnation) if isinstance(result, Handle) else result
-        except BaseException as error:  # an interrupt may come as late as here
+        except BaseException as error:  # also Ctrl-C, after which the ranks' caches may differ
             reads = method in ("copy", "__getattribute__") or method.startswith("get_")
             handle.inconsistent = not (reads or isinstance(error, _NOTHING_SENT))
             self.free_after_failure(incarnation, [block])
@@ -155,7 +151,7 @@ class CacheRegistry:
         return all(info == handle.info for info in infos)
 
     def _enter(self, handle: CacheHandle) -> CacheHandle:
-        # The callback of the weak reference is a C function: in a Python callback, Ctrl-C would be lost.
         key = handle.incarnation, handle.number
+        # The callback is a C function (`deque.append`), because Ctrl-C in a Python callback would be lost.
         self._entries[handle.number] = weakref.KeyedRef(handle, self.unwanted.append, key)
         return handle

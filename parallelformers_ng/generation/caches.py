@@ -1,4 +1,4 @@
-"""Table of a rank's key/value caches: the caches stay on the worker, and the caller gets handles."""
+"""Table of a rank's KV caches: the caches stay on the worker, and the caller gets handles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from parallelformers_ng.wire.frame import Handle
 
 @dataclass
 class CacheInfo:
-    """Facts about a cache that a handle knows without a request to the workers.
+    """Facts about a KV cache that its handle knows without a request to the workers.
 
     Attributes:
         module, name: module and name of the cache's class.
@@ -46,7 +46,7 @@ _FLAGS = ("is_compileable", "is_initialized", "is_croppable", "is_sliding", "is_
 
 
 def info_of(cache: Cache) -> CacheInfo:
-    # The facts are the same on all ranks: each rank has all tokens of its heads.
+    # The info is the same on all ranks, because each rank has the keys and values of all tokens, for its heads.
     counted, subcaches = cache, {}
     if isinstance(cache, EncoderDecoderCache):
         counted = cache.self_attention_cache
@@ -58,7 +58,7 @@ def info_of(cache: Cache) -> CacheInfo:
 
 
 def parts_of(cache: Cache) -> list[Any]:
-    """The two subcaches of an encoder-decoder cache; for another cache, a list of the cache itself."""
+    """Return the two subcaches of an encoder-decoder cache; for any other cache, a list of the cache itself."""
     return [getattr(cache, name) for name in SUBCACHES] if isinstance(cache, EncoderDecoderCache) else [cache]
 
 
@@ -70,19 +70,19 @@ _COUNTING = (DynamicLayer, Int8Layer, DynamicSlidingWindowLayer, StaticLayer, St
 
 
 def shows_every_write(cache: Cache) -> bool:
-    # Linear-attention states and the cross-attention of an encoder-decoder cache change without a change of length.
+    # A write to linear-attention states or to cross-attention keys and values does not change a length.
     return not isinstance(cache, EncoderDecoderCache) and all(type(layer) in _COUNTING for layer in cache.layers)
 
 
-# Size of the block of numbers that each request has for its new caches.
+# Each request reserves a block of this many numbers for the caches that it creates.
 CACHE_BLOCK = 1 << 16
 
 
 class CacheTable:
-    """The caches of one rank, by number.
+    """The KV caches of one rank, by number.
 
-    The caller gives each request a block of numbers for its new caches. So all ranks use the same numbers, even after
-    an earlier request made a cache on only some ranks. Caches that the caller made have negative numbers.
+    The caller reserves a block of numbers for the new caches of each request. So all ranks use the same numbers, even
+    after an earlier request created a cache on only some ranks. Caches that the caller created have negative numbers.
     """
 
     def __init__(self) -> None:
@@ -101,14 +101,14 @@ class CacheTable:
         return info_of(self._caches[number])
 
     def certain_info(self, number: int) -> CacheInfo | None:
-        """Facts about a cache; None if a write to the cache may leave its lengths unchanged."""
+        """Return the info of a cache, or None if a write to the cache may leave the lengths in the info unchanged."""
         return self.info(number) if shows_every_write(self._caches[number]) else None
 
     def adopt(self, number: int, cache: Cache) -> None:
         self._caches[number] = cache
 
     def free(self, numbers: Sequence[int]) -> None:
-        """Remove caches from the table. The number of a block stands for all caches of that request."""
+        """Remove caches. The first number of a block removes all caches that the request with this block created."""
         blocks = {number for number in numbers if number > 0 and number % CACHE_BLOCK == 0}
         numbers_in_blocks = [
             number for number in self._caches if number > 0 and number - number % CACHE_BLOCK in blocks
@@ -117,14 +117,15 @@ class CacheTable:
             self._caches.pop(number, None)
 
     def handle(self, cache: Cache, known: Container[int] = ()) -> Handle:
-        """Return the value that stands for a cache in an answer, without facts if its number is `known` to the
-        caller."""
+        """Return the `Handle` that replaces a cache in a result for the caller. If `known` contains the number, the
+        caller has the info already, and the `Handle` has none."""
         number, subcache = self._place_of(cache)
         info = None if number in known else info_of(self._caches[number])
         return Handle("cache", {"id": number, "info": info, "subcache": subcache})
 
     def _place_of(self, cache: Cache) -> tuple[int, str]:
-        """(number, ""), or for a subcache the number of the whole cache and the name of the subcache."""
+        """Return the number of a cache and "", or for a subcache the number of its whole cache and its name. A cache
+        without a number gets the next number."""
         for number, kept in self._caches.items():
             if kept is cache:
                 return number, ""
@@ -138,13 +139,13 @@ class CacheTable:
     def run(
         self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], block: int, subcache: str = ""
     ) -> tuple[Any, CacheInfo]:
-        """Call a method of a cache or of a subcache, for the caller; "copy" copies the cache.
+        """Call a method of a cache, or of its subcache, for the caller's handle. The method "copy" copies the cache.
 
         Args:
-            block: number of the request's block, which a new cache's number follows.
+            block: first number of the request's block; a new cache gets the next number.
 
         Returns:
-            Result of the method, a `Handle` for a cache; and the new facts about the whole cache.
+            Result of the method, with a `Handle` instead of a cache; and the new info of the whole cache.
         """
         self.last_number = block
         cache = self.get(number, subcache)
@@ -162,10 +163,10 @@ def map_handles(value: Any, change: Callable[[Handle], Any]) -> Any:
 
 
 def mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any], in_place: bool) -> Any:
-    """Replace all objects of a kind in a value. Containers and model outputs keep their types.
+    """Replace each object of the class `kind` in a value by `change(object)`, also inside containers and outputs.
 
     Args:
-        in_place: whether to change mappings in place, for a value without other users; copies of outputs are slow.
+        in_place: whether to change dicts in place, which saves copies; only for a value that nothing else uses.
     """
     if isinstance(value, kind):
         return change(value)
@@ -176,16 +177,16 @@ def mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], An
         if all(new is old for new, old in zip(changed, value, strict=True)):
             return value
         return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
-    if isinstance(value, dict):  # a ModelOutput is a dict that also sets its attributes
+    if isinstance(value, dict):  # also a ModelOutput
         changes = {k: new for k, item in value.items() if (new := mapped(item, kind, change, in_place)) is not item}
         if not changes:
             return value
         altered = value if in_place else copy.copy(value)
         for key, new in changes.items():
-            altered[key] = new  # not update(), which ModelOutput refuses
+            altered[key] = new  # `update` raises an error for a ModelOutput
         return altered
     return value
 
 
-# Classes of values that contain no other values.
+# Classes whose objects contain no other objects.
 PLAIN = (torch.Tensor, str, bytes, int, float, type(None))

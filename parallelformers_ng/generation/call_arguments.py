@@ -1,4 +1,4 @@
-"""Finds the arguments of a call that may be objects of the program."""
+"""Finds the arguments of a call that may be objects of the user."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from parallelformers_ng.generation.caches import PLAIN
 from parallelformers_ng.wire.frame import Handle
 from parallelformers_ng.wire.message import TENSOR_CLASSES
 
-# Arguments of `generate` that accept objects with the caller's code.
+# Arguments of `generate` whose objects may run code of the user.
 STATEFUL = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 
 
 def code_of(root: Any) -> Any:
-    """The function that runs if a function, a method, a partial function or an object is called."""
+    """Return the function that a call of `root` runs; `root` is a function, method, `partial` or another object."""
     while isinstance(root, functools.partial):
         root = root.func
     if isinstance(root, types.MethodType):
@@ -29,7 +29,7 @@ def code_of(root: Any) -> Any:
 
 
 def stateful_arguments(kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Yield the arguments of `generate` that contain the caller's code; None for an absent argument."""
+    """Yield the user's logits processors, stopping criteria and other callables; None for an absent argument."""
     for name in STATEFUL:
         value = kwargs.get(name)
         yield from value if isinstance(value, (list, tuple)) else [value]
@@ -41,7 +41,7 @@ def _settings() -> frozenset[str]:
 
 
 def roots_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Arguments of a call that may be objects of the program: neither settings of `generate` nor caches."""
+    """Return the arguments that may be objects of the user, without `generate` options, tensors, caches, numbers."""
     values = (*args, *(value for name, value in kwargs.items() if name not in _settings()))
     return [value for value in values if not isinstance(value, (*PLAIN, Handle, Cache))]
 

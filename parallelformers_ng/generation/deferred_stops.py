@@ -21,14 +21,14 @@ from parallelformers_ng.generation.wrapping import wrap_once
 from parallelformers_ng.sharding import look_ups
 
 _DEFERRING = torch.device("mps")
-# Whether the current request may run an extra step that nobody can observe.
+# Whether the current request may run an extra step after its last token. The step's result is thrown away.
 _allowed = False
 
 
 def defer_stops() -> None:
-    """Let generations of this process end one step late within `deferring(True)`, from now on. Idempotent.
+    """Patch transformers: inside `deferring(True)`, `generate` may stop one step late. Idempotent.
 
-    Ids that the extra step looks up raise no error, although the position of that step may be out of range.
+    Token and position ids of the extra step may be out of range, and raise no error.
     """
     check = utils.DeferredStopCheck
     if not hasattr(check.finish, "__wrapped__"):
@@ -68,7 +68,7 @@ def _restoring_look_ups(usual: Callable[..., int]) -> Callable[..., int]:
 
 @contextlib.contextmanager
 def deferring(allowed: bool) -> Iterator[None]:
-    # A generation that returns its cache never has an extra step.
+    # A generation that returns its cache never runs an extra step, which would lengthen the cache.
     global _allowed
     _allowed = allowed
     try:

@@ -1,8 +1,8 @@
-"""Forbids end tokens before the smallest length without a mask of the whole vocabulary.
+"""Makes `min_length` and `min_new_tokens` write only the scores of the end tokens.
 
-With `min_length` or `min_new_tokens`, transformers compares every id of the vocabulary with the end tokens, for every
-row of logits. A step with prompt lookup processes a row for each proposed token, and another row to check the proposal:
-for 8 proposals and 49,152 ids, these comparisons took a third of the step.
+With these options, transformers compares every id of the vocabulary with the end tokens, for every row of logits. A
+step with prompt lookup processes a row for each proposed token, and another row to check the proposal: for 8 proposals
+and 49,152 ids, these comparisons took a third of the step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parallelformers_ng.generation.wrapping import wrap_once
 
 
 def forbid_ends_by_index() -> None:
-    """Make this process write only the scores of the end tokens, from now on. Idempotent."""
+    """Patch the processors for `min_length` and `min_new_tokens` to write only the end tokens' scores. Idempotent."""
     wrap_once(MinLengthLogitsProcessor, "__call__", _by_index)
     wrap_once(MinNewTokensLengthLogitsProcessor, "__call__", _by_index)
 

@@ -1,4 +1,4 @@
-"""Makes key/value caches grow in place: a step writes its tokens into spare memory behind the earlier tokens.
+"""Makes KV caches grow in place: a step writes its tokens into spare memory behind the earlier tokens.
 
 transformers instead copies all keys and values of a layer into a longer tensor at each step.
 """
@@ -18,17 +18,17 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from parallelformers_ng.generation.wrapping import wrap_once
 
 MIN_SPARE_TOKENS = 128
-# Most bytes of the tokens in a `JointRoom`. While it grows, it exists twice; larger caches grow layer by layer, and are
-# slow to read anyway.
+# Maximum size of a `JointRoom`, because all of its memory exists twice while it grows. Larger caches grow layer by
+# layer.
 MAX_JOINT_BYTES = 64 << 20
 
 
 class _Room(NamedTuple):
-    """The newest key and value tensors of a layer, and the capacity of their memory in tokens and sequences.
+    """The newest key and value tensors of a layer, and how many tokens and sequences their memory has room for.
 
     Only this layer may write into the spare memory, and only while the layer's keys and values are these very tensors.
     After a reorder or a copy, the layer first copies its keys and values to new memory. After a crop the layer also
-    copies them if other code holds tensors of the same memory, because a later token would overwrite cropped tokens.
+    copies them if other code has tensors of the same memory, because a later token would overwrite cropped tokens.
     """
 
     owner: int
@@ -50,17 +50,16 @@ class _Room(NamedTuple):
 class JointRoom:
     """Memory for the keys and values of all layers of a cache with one sequence, `[2 · layers, 1, heads, room, width]`.
 
-    One call of torch makes the next keys and values of all layers (`unbind`). After a step the layers' Python objects
-    are in no cache of the processor, so a call for each layer would take longer than the kernels of a small model. The
-    rules of `_Room` hold here, too.
+    One call of `unbind` makes the longer key and value tensors of all layers. A call for each layer would take longer
+    than the kernels of a small model. As for `_Room`, only these layers may write into the spare memory.
 
     Args:
-        layers: layers of the cache, without tokens or with tokens alike in shape and data type; changed.
-        like: keys of a layer, `[1, heads, …, width]`.
-        end: number of tokens that the room must have, for `lengthen`.
+        layers: layers of the cache, all empty or all with the same shape and data type; they get views of this memory.
+        like: tensor `[1, heads, …, width]` with the data type and device of the keys.
+        end: number of tokens for which there must be room.
 
     Attributes:
-        addresses: `addresses_of` the keys and values of each layer, as 64-bit numbers.
+        addresses: results of `addresses_of` for all layers, as 64-bit numbers.
     """
 
     def __init__(self, layers: Sequence[Any], like: Tensor, end: int) -> None:
@@ -86,10 +85,10 @@ class JointRoom:
         return len(newest) == len(self._views) and all(map(operator.is_, newest, [view() for view in self._views]))
 
     def lengthen(self, layers: Sequence[Any], tokens: int) -> bool:
-        """Lengthen keys and values of all layers by `tokens` tokens, which the caller then writes; false for no room.
+        """Make all keys and values longer by `tokens` tokens, which the caller must write; return False without room.
 
-        A negative number removes the last tokens. If other code holds tensors of this memory, the room is then given
-        up, because later tokens would overwrite the removed ones.
+        A negative number removes the last tokens. If other code has tensors of this memory, the layers then no longer
+        use the memory, because later tokens would overwrite the removed ones.
         """
         end = self._end + tokens
         if not 0 < end <= self._room:
@@ -112,20 +111,20 @@ _joint_rooms: weakref.WeakKeyDictionary[DynamicCache, JointRoom] = weakref.WeakK
 
 
 def joint_room(cache: DynamicCache, layers: Sequence[Any]) -> JointRoom | None:
-    """The joint room that has the newest keys and values of all these layers of a cache."""
+    """Return the `JointRoom` of a cache if it contains the newest keys and values of all these layers."""
     room = _joint_rooms.get(cache)
     return room if room is not None and room.holds(layers) else None
 
 
 def extended_jointly(cache: DynamicCache, layers: Sequence[Any], tokens: int, like: Tensor) -> bytes | None:
-    """Lengthen all layers of a cache by `tokens` tokens, which the caller then writes. In inference mode only.
+    """Make all layers of a cache longer by `tokens` tokens, which the caller must write. In inference mode only.
 
     Args:
         layers: `DynamicLayer`s of transformers with equally many tokens; changed.
         like: tensor `[sequences, heads, …, width]` that gives shape and data type of keys and values.
 
     Returns:
-        See `JointRoom.addresses`; None if the layers cannot have a joint room and are unchanged.
+        `JointRoom.addresses`; None if the layers cannot share memory, and are unchanged.
     """
     room = joint_room(cache, layers)
     if room is None or not room.lengthen(layers, tokens):
@@ -141,9 +140,9 @@ def extended_jointly(cache: DynamicCache, layers: Sequence[Any], tokens: int, li
 
 
 def expect(layers: Sequence[Any], tokens: int) -> None:
-    """Make the next new memory of layers large enough for `tokens` tokens.
+    """Make room for `tokens` tokens when the layers next allocate memory.
 
-    A long prompt runs in pieces. With its length known, earlier keys and values are not copied to larger memory again.
+    A long prompt runs in chunks. With room for the whole prompt, no chunk copies the keys and values of earlier chunks.
     """
     for layer in layers:
         layer._expected_tokens = tokens
@@ -154,8 +153,8 @@ def _expected(layer: Any, end: int) -> int:
 
 
 def addresses_of(keys: Tensor, values: Tensor) -> tuple[int, ...]:
-    """Addresses of keys and values; then the strides, in elements, between sequences, heads and tokens of keys and of
-    values. The eight numbers are in the order of the kernels' arguments (`Cached` of `_queries.h`)."""
+    """Return the addresses of keys and values; then, for each of them, the strides in elements of sequences, heads and
+    tokens. C kernels take the eight numbers in this order (`Cached` of `_queries.h`)."""
     return keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3]
 
 
@@ -168,7 +167,7 @@ def _newest(layers: Sequence[Any]) -> list[Tensor]:
 
 
 def append_in_place() -> None:
-    """Make every `DynamicLayer` of this process append in place, from now on, also after a crop. Idempotent.
+    """Patch `DynamicLayer` so that it appends tokens in place, also after a crop. Idempotent.
 
     A layer still copies its keys and values outside of inference mode and in compiled code, and for new keys or values
     of another data type or shape.
@@ -206,7 +205,7 @@ def _has_sole_view(tensor: Tensor) -> bool:
 
 def _views_of(tensor: Tensor) -> int:
     uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return uses - 1  # without the storage object of this call
+    return uses - 1  # the storage object that this call creates counts as a use
 
 
 def _in_place(concatenate: Any) -> Any:
@@ -231,9 +230,9 @@ def _in_place(concatenate: Any) -> Any:
 def extended(
     layer: Any, tokens: int, key_like: Tensor | None = None, value_like: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Lengthen a layer's keys and values by `tokens` tokens, which the caller then writes. In inference mode only.
+    """Make a layer's keys and values longer by `tokens` tokens, which the caller must write. In inference mode only.
 
-    An empty layer needs tensors `[batch, heads, …, width]`, which give shape and data type.
+    For an empty layer, `key_like` and `value_like`, `[batch, heads, …, width]`, give shape and data type.
     """
     keys, values = layer.keys, layer.values
     key_like, value_like = keys if key_like is None else key_like, values if value_like is None else value_like
@@ -251,9 +250,9 @@ def extended(
 
 
 def spread(layer: Any, rows: int, columns: int) -> None:
-    """Give a layer more sequences, and more tokens before its tokens. The new keys and values are 0.
+    """Enlarge a layer to `rows` sequences and `columns` tokens: zeros follow its sequences, and precede its tokens.
 
-    On CPU, the memory has room for twice the sequences: unused memory costs nothing, and later sequences no copy.
+    On CPU, the memory has room for twice as many sequences, so that later sequences need no copy.
     """
     own: _Room | None = getattr(layer, "_room", None)
     before, *_, tokens, _ = layer.keys.shape
@@ -271,7 +270,7 @@ def spread(layer: Any, rows: int, columns: int) -> None:
 
 
 def _follows(old: Tensor, new: Tensor) -> bool:
-    # For other data types `torch.cat` promotes; for other shapes it raises an error.
+    # Appending in place neither promotes data types nor raises the error for other shapes, as `torch.cat` does.
     if old.dtype is not new.dtype:
         return False
     mine, its = old.shape, new.shape
@@ -285,8 +284,8 @@ def _moved(old: Tensor, new: Tensor, rows: int, room: int) -> Tensor:
 
 
 def _spread(old: Tensor, most: int, room: int, rows: int, columns: int) -> Tensor:
-    """Copy `[batch, heads, tokens, width]` to the last columns of the first rows of memory for `most` rows and `room`
-    columns."""
+    """Return a view `[rows, heads, columns, width]` of memory with room for `most` sequences of `room` tokens. The view
+    has the old sequences first and the old tokens last; the rest is 0."""
     batch, heads, tokens, width = old.shape
     spread = old.new_empty((most, heads, room, width))[:rows, :, :columns]
     spread[:batch, :, columns - tokens :] = old
@@ -296,6 +295,6 @@ def _spread(old: Tensor, most: int, room: int, rows: int, columns: int) -> Tenso
 
 
 def _reaching(old: Tensor, like: Tensor, end: int) -> Tensor:
-    """A view of the memory of `old` with `end` tokens."""
+    """Return a view of the memory of `old` with `end` tokens."""
     *lead, _, width = like.shape
     return old.as_strided((*lead, end, width), old.stride())

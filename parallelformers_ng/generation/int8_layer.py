@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 _LARGEST = 127
-# Scales have the range of float32. Rounding them adds no error, because numbers are divided by the rounded scale.
+# bfloat16 has the range of float32. Its rounding adds no error: keys and values are divided by the rounded scale.
 _SCALE = torch.bfloat16
 
 
 class Int8Layer(DynamicLayer):
-    """A cache layer with int8 keys and values, stored in two plain layers: one for codes, one for scales."""
+    """A cache layer with int8 keys and values, stored in two `DynamicLayer`s: one for int8 codes, one for scales."""
 
     parts: tuple[DynamicLayer, DynamicLayer]
 
@@ -33,7 +33,7 @@ class Int8Layer(DynamicLayer):
 
     @property
     def keys(self) -> Tensor | None:
-        """Keys, dequantized at each access to the data type of the newest keys; None in an empty layer."""
+        """Keys, dequantized at each access to the data type of the newest keys; None for an empty layer."""
         codes, scales = self.parts
         return _numbers(codes.keys, scales.keys, self._dtypes[0])
 

@@ -21,7 +21,7 @@ _CANCELLED, _UPDATED = 1, 2
 
 
 class LiveChanges:
-    """Changes by other threads of the caller in the objects of a call, while the call runs."""
+    """Receives the changes that other threads of the caller make to a call's objects while the call runs."""
 
     def __init__(self, emit: Any, objects: ObjectState) -> None:
         self._emit, self._objects = emit, objects
@@ -48,7 +48,7 @@ class AgreedCriteria(StoppingCriteriaList):
     Args:
         criteria: stopping criteria of this rank: limits of length and time, end tokens, the caller's criteria.
         sequence: number of the request, by which the parent cancels it.
-        live: changes by other threads of the caller, which all ranks take after the same token.
+        live: changes by other threads of the caller, which all ranks apply after the same token.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class AgreedCriteria(StoppingCriteriaList):
             return self._agree_now(ended, input_ids, flags)
         rows = len(ended)
         mine = torch.empty(2 + rows + self._sends * input_ids[:, -1].numel(), dtype=torch.long, device=input_ids.device)
-        mine[:1] = flags  # assignment to a slice fills on the device; assignment to an element copies from the host
+        mine[:1] = flags  # assigning to a slice fills it on the device; `mine[0] = …` would copy from the host
         mine[1:2] = 0 if self._sends else self._take_in(input_ids)
         mine[2 : 2 + rows] = ended
         if self._sends:
@@ -99,7 +99,7 @@ class AgreedCriteria(StoppingCriteriaList):
         return self._seen[0, 2 : 2 + rows].bool() | amiss
 
     def _agree_now(self, ended: torch.Tensor, input_ids: torch.Tensor, flags: int) -> torch.Tensor:
-        # Python computes the values: on CPU each operator of torch takes longer.
+        # Python computes these few values, because an operator of torch takes longer on CPU.
         for row, token in enumerate(input_ids[:, -1].flatten().tolist()):
             self._fingerprint = (31 * self._fingerprint + (row + 1) * 1000003 * token) % (1 << 63)
         mine = [flags, self._fingerprint, *ended.tolist()]
@@ -123,7 +123,7 @@ class AgreedCriteria(StoppingCriteriaList):
             self._live.take()
 
     def _take_in(self, input_ids: torch.Tensor) -> torch.Tensor:
-        # fingerprint = 31 · earlier fingerprint + Σ (row + 1) · 1000003 · token mod 2⁶³
+        # Hash of all tokens so far: 31 · earlier hash + Σ (row + 1) · 1000003 · token, in int64 with overflow.
         newest = input_ids[:, -1].flatten()
         if self._weights is None or len(self._weights) != len(newest):
             self._weights = torch.arange(1, len(newest) + 1, device=newest.device) * 1000003
@@ -131,7 +131,7 @@ class AgreedCriteria(StoppingCriteriaList):
         return self._fingerprint
 
 
-# Generation modes in which the next step reads its tokens from the `input_ids` of the stopping criteria.
+# Generation modes whose next step reads its tokens from the `input_ids` that the stopping criteria received.
 _TOKEN_BY_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
@@ -150,14 +150,15 @@ def agreed_criteria(
             unchecked.pop().check()
 
     def join(model: Any, *args: Any, **kwargs: Any) -> AgreedCriteria:
-        check()  # of the earlier generation of the same request
+        check()  # compares the last tokens of the request's earlier generation
         criteria = type(model)._get_stopping_criteria(model, *args, **kwargs)
         sends = not alike and kwargs["generation_config"].get_generation_mode() in _TOKEN_BY_TOKEN
         agreed = AgreedCriteria(criteria, communicator, sequence, sends, live)
         unchecked.append(agreed)
         return agreed
 
-    for model in models:  # past `nn.Module.__setattr__`, which would note a change of the model in each call
+    for model in models:
+        # `nn.Module.__setattr__` would record the assignment as a change of the model in each call.
         vars(model)["_get_stopping_criteria"] = functools.partial(join, model)
     try:
         yield
@@ -168,7 +169,7 @@ def agreed_criteria(
 
 
 def devices_alike(communicator: Communicator, device: torch.device) -> bool:
-    """Whether the devices of all ranks compute and draw the same numbers. All ranks must call this together.
+    """Whether the devices of all ranks compute and draw identical numbers. All ranks must call this together.
 
     CUDA devices must be of the same product, because the product decides which kernels run. The devices must also have
     the same number of multiprocessors, because random numbers depend on that number (`calc_execution_policy` in torch's
@@ -182,13 +183,13 @@ def devices_alike(communicator: Communicator, device: torch.device) -> bool:
     return bool((kinds == kinds[0]).all())
 
 
-# Functions of torch that `generate` draws random numbers with.
+# Functions of torch with which `generate` draws random numbers.
 _DRAWING = ("multinomial", "rand_like")
 
 
 @contextlib.contextmanager
 def shared_draws(communicator: Communicator, alike: bool) -> Iterator[None]:
-    """Make all ranks use the random numbers that rank 0 draws within the context, if the devices draw differently."""
+    """Make all ranks use rank 0's random numbers inside the `with` block, unless their devices are `alike`."""
     usual = {} if alike else {name: getattr(torch, name) for name in _DRAWING}
 
     def shared(draw: Any) -> Any:
@@ -237,7 +238,7 @@ class CallersRandomness:
             self._of_device = torch.cuda.get_rng_state(self._device)
 
     def moved(self) -> torch.Tensor | None:
-        """The state of the CPU generator at the end of the context; None if no number was drawn.
+        """Return the state of the CPU generator after the `with` blocks, or None if no number was drawn.
 
         If a CUDA rank drew a number, the state advances by one draw.
         """
@@ -248,7 +249,7 @@ class CallersRandomness:
 
 
 class OwnStream(CallersRandomness):
-    """Context in which random numbers come from the stream of one call, the same as in a call that is not batched."""
+    """Context in which a call of a batch draws the same random numbers, from its own seed, as if it ran alone."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__(torch.Generator().manual_seed(seed).get_state().numpy().tobytes(), device)

@@ -1,4 +1,4 @@
-"""Reads and writes the contents of the mutable objects that a program gives to a call."""
+"""Reads and writes the contents of mutable objects ("parts") that the user passes to a call."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ REMOVED = object()
 
 @dataclass(eq=False)
 class Names:
-    """Variables of a module that code of the program reads or assigns.
+    """Global variables of a module that the user's code reads or assigns.
 
     Attributes:
-        anchor: the module, or a function with the same globals: ranks have no `__main__` of the program.
+        anchor: the module, or one of its functions, whose globals ranks can find even if it is from `__main__`.
         names: names of the variables, defined or not.
     """
 
@@ -53,12 +53,12 @@ class Names:
         return vars(self.anchor) if isinstance(self.anchor, types.ModuleType) else self.anchor.__globals__
 
 
-# A part that ranks may have by import, so that its values are sent separately.
+# Ranks may import these objects instead of receiving copies, so the values inside them are sent separately.
 Place = type | types.FunctionType | Names
 
 
 def is_part(obj: Any, with_modules: bool) -> bool:
-    """Whether changes inside an object are followed, also inside modules of torch if `with_modules` is true."""
+    """Whether changes inside `obj` are copied between caller and workers. `with_modules` includes `nn.Module`s."""
     if isinstance(obj, (*_CONTAINERS, Names)):
         return True
     if isinstance(obj, torch.Tensor):
@@ -72,7 +72,7 @@ def is_part(obj: Any, with_modules: bool) -> bool:
 
 
 def attributes_of(part: Any) -> dict[str, Any]:
-    """A copy of the attributes of a part that are followed."""
+    """Return a copy of those attributes of a mutable object whose changes are copied between caller and workers."""
     if isinstance(part, Names):
         space = part.namespace
         return {name: space[name] for name in sorted(part.names) if name in space and not isinstance(space[name], CODE)}
@@ -90,16 +90,16 @@ def attributes_of(part: Any) -> dict[str, Any]:
 
 
 def inner(part: Any) -> Iterator[Any]:
-    """Yield the values that a part or a tuple contains, in the same order in every process."""
+    """Yield the values inside a mutable object or a tuple, in the same order in every process."""
     if isinstance(part, type):
         functions = (function_behind(value) or value for _, value in sorted(vars(part).items()))
         yield from (each for each in functions if isinstance(each, types.FunctionType))
-    elif not isinstance(part, (set, frozenset)):  # their order differs between processes
+    elif not isinstance(part, (set, frozenset)):  # the order of a set differs between processes
         yield from children_of(part)
 
 
 def put_attribute(part: Any, name: str, value: Any) -> None:
-    """Set an attribute of a part without the program's `__setattr__`, or delete the attribute if `value` is REMOVED."""
+    """Set an attribute, or delete it if `value` is REMOVED, without calling a user-defined `__setattr__`."""
     put: Any = object.__setattr__
     delete: Any = object.__delattr__
     if isinstance(part, (type, types.FunctionType)):
@@ -114,10 +114,10 @@ def put_attribute(part: Any, name: str, value: Any) -> None:
 
 
 def items_of(part: Any) -> Any:
-    """The present items of a part, or a value that is different after the next change: see `object_graph.snapshot`."""
+    """Return the items of a container, or for other mutable objects a value that differs after each change."""
     if isinstance(part, torch.Tensor):
         if part.is_inference() or (part.device.type == "cpu" and part.nbytes <= _SMALL_TENSOR):
-            return part.shape, checksum(part)  # also changes that make no new version
+            return part.shape, checksum(part)  # some writes leave the version counter (`_version`) as it is
     elif isinstance(part, np.ndarray) and part.dtype.hasobject:
         return part.shape, pickle.dumps(part)
     elif isinstance(part, torch.Generator):
@@ -128,7 +128,7 @@ def items_of(part: Any) -> Any:
 
 
 def state_of(part: Any) -> Any:
-    """The items of a part in the form that `put_items` takes."""
+    """Return the contents of a mutable object in the form that `put_items` accepts."""
     if isinstance(part, torch.Tensor):
         return part.detach().clone()
     if isinstance(part, torch.Generator):
@@ -139,7 +139,6 @@ def state_of(part: Any) -> Any:
 
 
 def put_items(part: Any, items: Any) -> None:
-    """Write items to a part in place."""
     if isinstance(part, (list, bytearray)):
         part[:] = items
     elif isinstance(part, (collections.deque, set)):
@@ -170,7 +169,7 @@ def put_items(part: Any, items: Any) -> None:
 
 
 def put_item(part: dict[Any, Any], key: Any, value: Any) -> None:
-    """Set an item of a dictionary without the program's `__setitem__`, or delete the item if `value` is REMOVED."""
+    """Set an item of a dict, or delete it if `value` is REMOVED, without calling a user-defined `__setitem__`."""
     kind: Any = collections.OrderedDict if isinstance(part, collections.OrderedDict) else dict
     if value is not REMOVED:
         kind.__setitem__(part, key, value)
@@ -180,8 +179,7 @@ def put_item(part: dict[Any, Any], key: Any, value: Any) -> None:
 
 @functools.lru_cache(4096)
 def names_of(code: types.CodeType) -> dict[str, set[str]]:
-    """Global variables in code and in functions within the code: name → attributes that the code looks up in the
-    variable."""
+    """Return the global variables that code and its nested functions use: name → attributes used of the variable."""
     names: dict[str, set[str]] = {}
     variable = None
     for instruction in dis.get_instructions(code):
@@ -201,7 +199,7 @@ def names_of(code: types.CodeType) -> dict[str, set[str]]:
 
 
 def check_between_threads(owner: Any, name: str, value: Any) -> None:
-    """Raise NotPortableError for a value of a module or class that other threads signal through, such as an Event."""
+    """Raise NotPortableError if a value of a module or class synchronizes threads, as an `Event` or a queue does."""
     if isinstance(value, _BETWEEN_THREADS) or type(value).__module__ in ("queue", "_queue"):
         where = getattr(owner, "__qualname__", "") or "a module"
         raise NotPortableError(f"{name} of {where} (a {type(value).__qualname__}) cannot be shared with the workers")

@@ -1,9 +1,9 @@
 """Copies changes of objects between the caller and the workers: a processor that counts, a stop flag, a list of a hook.
 
 The workers get copies of the caller's objects, and change the copies. Caller and workers visit the objects in the same
-order, so each mutable part has the same number in every process. A process sends the changes of its parts, and the
-other process writes these changes to its own parts, in place. What other threads of the program change during a call
-goes to the ranks in the same way.
+order, so each mutable object ("part") has the same number in every process. A process sends the changes of its parts,
+and the other process writes these changes to its own parts, in place. What other threads of the program change during a
+call goes to the ranks in the same way.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from parallelformers_ng.wire.message import TENSOR_CLASSES
 from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 _ALL = object()
-# Event of rank 0: the ranks have written the latest update of the caller's objects to their copies.
+# Event with which rank 0 tells the caller that the ranks have applied the latest `ObjectState.update`.
 TAKEN = Handle("taken")
 
 
 @dataclass
 class Changes:
-    """Changes of parts in the form of a message: a pickle, and the tensors to which it refers by number."""
+    """Message with changes of mutable objects: a pickle, and the tensors to which the pickle refers by index."""
 
     data: bytes
     tensors: list[torch.Tensor]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set the fields. Because of this method, messages pickle and sign the object: `data` contains code."""
+        """Set the fields. Messages sign objects that have this method; `data` needs a signature: it is code."""
         vars(self).update(state)
 
 
 @dataclass
 class Given:
-    """Information with which the ranks follow the objects of a call.
+    """Message from which the ranks learn which mutable objects of a call the caller has found.
 
     Attributes:
-        imported: classes and functions that a rank imports, before it reads functions of the same modules.
-        shape: checksum of the kinds of all parts, in their order.
-        places: values of classes, functions and modules that a rank may have by import: place → (values of attributes
-            by name, values of variables of enclosing functions by index).
+        imported: classes and functions that a rank must import before it unpickles functions of the same modules.
+        shape: checksum of the class names of all mutable objects, in order.
+        places: classes, functions and modules that a rank may import; each with the caller's values of its attributes,
+            by name, and of its closure variables, by index.
         is_live: whether the caller sends what other threads change during the call.
     """
 
@@ -67,13 +67,13 @@ class Given:
 
 
 class ObjectState:
-    """The mutable parts of the caller's objects, in the caller or on a worker.
+    """Mutable objects that are reachable from a call's arguments or hooks, with their contents at the last `remember`.
 
     Args:
-        stand_in: replacement of a cache or a module in a message; None for objects without caches and modules.
+        stand_in: function that replaces a cache or module in a message; None for objects without caches and modules.
 
     Attributes:
-        parts: mutable parts, in the order of their numbers.
+        parts: mutable objects, in the order of their numbers.
     """
 
     def __init__(self, roots: Iterable[Any], stand_in: Callable[[Any], Any] | None = None) -> None:
@@ -83,7 +83,7 @@ class ObjectState:
         self._names: dict[int, Names] = {}
         self._before: list[list[Any]] = []
         self._digests: dict[int, bytes] = {}
-        self._unconfirmed: dict[int, tuple[Any, Any]] = {}  # number of a part → the latest update of it
+        self._unconfirmed: dict[int, tuple[Any, Any]] = {}  # part's number → changes that the ranks have not confirmed
         for _ in walk(roots, self._visit):
             pass
 
@@ -102,7 +102,7 @@ class ObjectState:
             yield from object_parts.inner(obj)
 
     def _variables(self, function: types.FunctionType) -> Iterator[Any]:
-        """Follow the variables of modules that a function names, and yield their values."""
+        """Track the global variables that a function uses, also those of imported modules, and yield their values."""
         names = object_parts.names_of(function.__code__)
         spaces: list[tuple[Any, dict[str, Any], set[str]]] = [(function, function.__globals__, {*names})]
         for name, attributes in sorted(names.items()):
@@ -121,8 +121,7 @@ class ObjectState:
         self.parts.append(obj)
 
     def followed(self, live: bool = False) -> Given:
-        """Information for the ranks, which follow the same objects; `live` if `update` is called while they run the
-        call."""
+        """Return the message with which ranks find their copies of these objects. `live`: `update` will be called."""
         places = []
         for part in self.parts:
             if isinstance(part, Place):
@@ -142,7 +141,7 @@ class ObjectState:
     def on_rank(
         cls, followed: Given, roots: Iterable[Any], stand_in: Callable[[Any], Any] | None = None
     ) -> ObjectState:
-        """State of a call on a rank, whose copies must have the same parts, with the parts remembered."""
+        """Create a call's state on a rank. Raise NotPortableError if its copies have other mutable objects."""
         for place, attributes, closed in followed.places:
             for name, value in attributes.items():
                 object_parts.put_attribute(place, name, value)
@@ -161,7 +160,8 @@ class ObjectState:
         return zlib.crc32(" ".join(type(part).__name__ for part in self.parts).encode())
 
     def _values(self, named: dict[Any, Any]) -> dict[Any, Any]:
-        """Values that may be written to a place: no code, and nothing that only this process can use."""
+        """Select the values that can be sent to the ranks: numbers, strings, tuples and tracked objects, but no
+        code."""
         return {
             name: value
             for name, value in named.items()
@@ -172,11 +172,11 @@ class ObjectState:
 
     @property
     def has_own_code(self) -> bool:
-        """Whether classes or functions of the program are among the parts: other threads may change the objects."""
+        """Whether the objects include the user's classes or functions, which other threads may use to change them."""
         return any(isinstance(part, Place) for part in self.parts)
 
     def shares(self, other: ObjectState) -> bool:
-        """Whether any object, apart from code, belongs to this state and to the other state."""
+        """Whether this state and another state contain the same mutable object, apart from code."""
         return any(id(part) in other._numbers for part in self.parts if not isinstance(part, Place))
 
     def remember(self, present: list[list[Any]] | None = None) -> None:
@@ -187,7 +187,7 @@ class ObjectState:
                 self._note(values_in(content))
 
     def _note(self, values: Iterable[Any]) -> None:
-        """Store the digests of values that may change inside, but are no parts."""
+        """Store digests of values that may change in place but that this object does not track."""
         for value in values:
             if type(value) not in PLAIN_TYPES and self._is_opaque(value):
                 self._digests[id(value)] = self._digest(value)
@@ -202,7 +202,7 @@ class ObjectState:
     def _digest(self, value: Any) -> bytes:
         try:
             return self._pickled(value, None)
-        except Exception as error:  # reducers are foreign code and may raise anything; then the identity counts
+        except Exception as error:  # a `__reduce__` of the user may raise anything; compare only identities then
             raise_if_of_handler(error)
             return b""
 
@@ -217,10 +217,10 @@ class ObjectState:
         return not is_same(now, before)
 
     def changes(self, again: bool = False) -> Changes | None:
-        """The changes since `remember`; None without a change.
+        """Return the changes since `remember`, or None.
 
         Args:
-            again: whether the next call returns the changes since this call.
+            again: whether to call `remember`, so that the next call returns only later changes.
 
         Raises:
             ParallelError: a new value cannot be copied to the other process.
@@ -239,7 +239,7 @@ class ObjectState:
         tensors = list[torch.Tensor]()
         try:
             return Changes(self._pickled(changed_parts, tensors), tensors)
-        except Exception as error:  # reducers are foreign code and may raise anything
+        except Exception as error:  # a `__reduce__` of the user may raise anything
             raise_if_of_handler(error)
             names = ", ".join(sorted({type(self.parts[number]).__qualname__ for number in changed_parts}))
             raise ParallelError(
@@ -253,7 +253,7 @@ class ObjectState:
         return object_parts.state_of(self.parts[number]) if self._differs(now, before) else None
 
     def _changed(self, now: dict[Any, Any], before: dict[Any, Any]) -> Any:
-        # (changed items, removed keys, all keys if their order changed)
+        # The result is None, or (changed items, removed keys, and all keys if their order has changed).
         changed = {
             key: value
             for key, value in now.items()
@@ -266,23 +266,22 @@ class ObjectState:
         return (changed, removed, order) if changed or removed or order else None
 
     def update(self) -> Changes | None:
-        """Changes by other threads of this process, for the ranks; None until the ranks have taken the previous
-        update."""
+        """Return what other threads changed during the call, or None while the ranks have not confirmed an update."""
         try:
             return None if self._unconfirmed else self.changes(again=True)
-        except RuntimeError:  # another thread changed a dictionary or list while it was read; look again later
+        except RuntimeError:  # another thread changed a dictionary or list during the comparison; compare again later
             return None
 
     def confirm(self) -> None:
         self._unconfirmed = {}
 
     def restore(self, changes: Changes | None, back: Callable[[Any], Any] | None = None, wins: bool = False) -> None:
-        """Write the result of `changes` in the other process to the parts in this process, in place.
+        """Apply the changes that the other process sent to the objects of this process, in place.
 
-        What this process has changed itself since `remember` stays, unless `wins` is true.
+        Values that this process itself has changed since `remember` stay, unless `wins` is true.
 
         Args:
-            back: function that returns the value for a stand-in: the inverse of the other process's `stand_in`.
+            back: inverse of the other process's `stand_in`: returns the cache or module for a `Handle`.
         """
         if changes is None:
             return
@@ -314,7 +313,7 @@ class ObjectState:
                         self._note(values_in(old[1]))
 
     def _write(self, number: int, kind: int, change: Any, put: Callable[[Any, Any], None], wins: bool) -> None:
-        """Write changed attributes (`kind` is 0) or items of a dictionary (1)."""
+        """Apply changes of attributes (`kind` 0) or dict items (`kind` 1) to part `number`; `put` sets one value."""
         old = self._before[number][kind] if self._before else None
         now = {} if wins or old is None else (attributes_of, items_of)[kind](self.parts[number])
         changed, removed, _ = change
@@ -329,7 +328,7 @@ class ObjectState:
             put(key, value)
 
     def _is_own(self, number: int, kind: int, key: Any, now: Any, before: Any) -> bool:
-        """Whether this process has changed a value that the other process did not know when it sent changes."""
+        """Whether this process changed a value after the state from which the other process computed its changes."""
         update = self._unconfirmed.get(number, (None, None))[kind]
         is_sent = update is not None and (key is _ALL or key in update[0] or key in update[1])
         return is_sent or self._differs(now, before)
@@ -339,7 +338,7 @@ class ObjectState:
             if (number := self._numbers.get(id(obj))) is not None:
                 return "part", number
             if type(obj) in TENSOR_CLASSES:
-                if tensors is None:  # torch's own pickle of a tensor differs from one time to the next
+                if tensors is None:  # for a digest: torch pickles an unchanged tensor differently each time
                     return "tensor", object_parts.items_of(obj)
                 tensors.append(obj)
                 return "tensor", len(tensors) - 1

@@ -34,7 +34,7 @@ from parallelformers_ng.sharding.cache_names import CACHE
 
 
 def propose_after_prompt() -> None:
-    """Make greedy generations of this process propose tokens as this module describes, from now on. Idempotent."""
+    """Patch `generate`: greedy decoding runs the prompt without proposals, then proposes at lower cost. Idempotent."""
     wrap_once(GenerationMixin, "_get_candidate_generator", _after_prompt)
 
 
@@ -42,7 +42,7 @@ def _after_prompt(usual: Callable[..., Any]) -> Callable[..., Any]:
     def get(model: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         generator = usual(model, generation_config, *args, **kwargs)
         if generation_config.do_sample:
-            return generator  # sampling draws numbers for proposals too: other proposals change the tokens of a seed
+            return generator  # with sampling, other proposals would change the tokens of a seed
         if type(generator) is AssistedCandidateGenerator:
             _begin_with_prompt(generator)
             if _is_plain(generator) and generation_config.assistant_ensemble_weight is None:
@@ -58,12 +58,12 @@ def _begin_with_prompt(generator: AssistedCandidateGenerator) -> None:
         return input_ids, None
 
     def learn_nothing(*_: Any) -> None:
-        del generator.update_candidate_strategy  # the class's method counts from the next pass on
+        del generator.update_candidate_strategy  # the next passes call the class's method
 
     def go_on(input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         del generator.get_candidates
         length, has_encoder = input_ids.shape[-1], generator.assistant_model.config.is_encoder_decoder
-        _prepare_attention_mask(generator.assistant_kwargs, length, has_encoder)  # changes the dictionary
+        _prepare_attention_mask(generator.assistant_kwargs, length, has_encoder)  # changes `assistant_kwargs` in place
         _prepare_position_ids(generator.assistant_kwargs, length, has_encoder)
         _prepare_token_type_ids(generator.assistant_kwargs, length)
         return generator.get_candidates(input_ids, **kwargs)
@@ -81,8 +81,8 @@ def _is_plain(generator: AssistedCandidateGenerator) -> bool:
 
 
 def _propose_in_a_plain_loop(generator: AssistedCandidateGenerator) -> None:
-    """Make a generator choose proposals in a loop of forward passes, after a first round with the assistant's
-    `generate`, which makes the cache.
+    """Make a generator run the assistant in a plain loop of forward passes. The first round still calls the assistant's
+    `generate`, which creates the KV cache.
 
     All ranks choose the same proposals, because all ranks have the same logits on CPU.
     """
@@ -102,12 +102,13 @@ def _propose_in_a_plain_loop(generator: AssistedCandidateGenerator) -> None:
             )
             output = assistant(**inputs, return_dict=True)
             kwargs = assistant._update_model_kwargs_for_generation(output, kwargs)
-            scores = output.logits[:, -1].to(torch.float32, copy=True)  # processors may change it
+            # A copy, because logits processors may write to it.
+            scores = output.logits[:, -1].to(torch.float32, copy=True)
             for processor in arguments["logits_processor"]:
                 scores = processor(ids, scores)
             if place < arguments["min_new_tokens"]:
                 scores[:, ends] = -torch.inf
-            token = int(scores.numpy().argmax())  # ten times as fast as torch's
+            token = int(scores.numpy().argmax())  # ten times as fast as `Tensor.argmax`
             ids = torch.cat((ids, ids.new_tensor([[token]])), dim=1)
             if token in ends or not _is_sure(generator, scores[0], token):
                 break
@@ -117,29 +118,29 @@ def _propose_in_a_plain_loop(generator: AssistedCandidateGenerator) -> None:
 
 
 def _is_sure(generator: AssistedCandidateGenerator, scores: Tensor, token: int) -> bool:
-    # As `ConfidenceCriteria` of transformers decides.
+    # Stop proposing at the same probability as `ConfidenceCriteria` of transformers.
     threshold = generator.generation_config.assistant_confidence_threshold
     if not threshold:
         return True
     probability = float(scores.softmax(-1)[token])
     if hasattr(generator, "probs"):
-        generator.probs.append(probability)  # from these the generator adapts the threshold, if scikit-learn is there
+        generator.probs.append(probability)  # with scikit-learn, the generator adapts its threshold to these
     return probability >= threshold
 
 
 class LatestMatch(PromptLookupCandidateGenerator):
-    """A generator that proposes the tokens after the latest occurrence of the last tokens."""
+    """Prompt lookup that proposes the tokens after the latest earlier occurrence of the newest tokens."""
 
     def __init__(self, usual: PromptLookupCandidateGenerator) -> None:
         self.__dict__.update(usual.__dict__)
         self._has_begun = False
 
     def get_candidates(self, input_ids: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """Return the tokens with proposals, `[1, tokens + proposals]`, and None, because proposals have no logits."""
+        """Return the tokens and their proposals, `[1, tokens + proposals]`, and None: proposals have no logits."""
         if not self._has_begun:
             self._has_begun = True
             return input_ids, None
-        # The model adds a token of its own to the proposals.
+        # Leave room below `max_length` for the token that the model itself adds after the proposals.
         most = min(self.num_output_tokens, self.max_length - input_ids.shape[1] - 1)
         proposals = self._after_match(input_ids[0])[: max(most, 0)]
         if self.eos_token_id is not None:
@@ -148,7 +149,7 @@ class LatestMatch(PromptLookupCandidateGenerator):
         return torch.cat((input_ids, proposals[None]), dim=1), None
 
     def _after_match(self, ids: Tensor) -> Tensor:
-        """All tokens after the latest occurrence of the last tokens of `ids`; no tokens without a match."""
+        """Return all tokens after the latest earlier occurrence of the last tokens of `ids`; none without a match."""
         for size in range(min(self.max_matching_ngram_size, len(ids) - 1), 0, -1):
             windows = ids[:-1].unfold(0, size, 1)
             matches = (windows == ids[-size:]).all(dim=1).nonzero()

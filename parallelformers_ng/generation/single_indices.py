@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parallelformers_ng.generation.wrapping import wrap_once
 
-# Types of indices that mean the same next to a list and next to a slice.
+# Next to indices of these types, a slice selects the same elements as a list of one number.
 _BASIC = {int, slice, type(None), type(...)}
 
 
 def slice_single_indices() -> None:
-    """Make this process index tensors with a slice instead of a list of one number, from now on. Idempotent."""
+    """Patch `Tensor.__getitem__` to use a slice for a list of one number, as in `x[:, [-1]]`. Idempotent."""
     wrap_once(Tensor, "__getitem__", _sliced)
     wrap_once(torch, "tensor", _of_numbers)
     wrap_once(torch, "as_tensor", _of_numbers)
@@ -38,7 +38,7 @@ def _sliced(usual: Callable[[Tensor, Any], Tensor]) -> Callable[[Tensor, Any], T
             return usual(tensor, index)
         slices = tuple(map(_slice, items))
         part = usual(tensor, slices) if _BASIC.issuperset(map(type, slices)) else None
-        # Indexing with a list makes a copy, so clone. A slice out of range selects nothing; the list then raises.
+        # Clone, because a list index returns a copy. An empty slice means out of range: the list then raises the error.
         return usual(tensor, index) if part is None or not part.numel() else part.clone()
 
     return indexed
@@ -58,7 +58,7 @@ def _of_numbers(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _slice(item: Any) -> Any:
-    """The slice that selects the same as a list of one number; any other index unchanged."""
+    """Return the slice that selects the same as a list of one number; return any other index unchanged."""
     if type(item) is not list or len(item) != 1 or type(item[0]) is not int:
         return item
     return slice(item[0], item[0] + 1 or None)

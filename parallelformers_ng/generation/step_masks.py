@@ -22,15 +22,14 @@ _QUESTIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 
 def answer_for_steps() -> None:
-    """Make decode steps within `known_masks` run without reading their mask from the device, from now on."""
+    """Patch transformers: decode steps inside `known_masks` do not read their attention mask from the device."""
     for name in _QUESTIONS:
         setattr(masking_utils, name, _answered(getattr(masking_utils, name)))
 
 
 @contextlib.contextmanager
 def known_masks(models: Sequence[Any]) -> Iterator[None]:
-    """Make `generate` of these models read each mask only once within the context, and omit masks that hide no
-    token."""
+    """Make `generate` of these models read each attention mask only once, and omit masks that hide no token."""
     changed = [(model, {name: vars(model)[name] for name in _METHODS if name in vars(model)}) for model in models]
     for model in models:
         loop = _Loop()
@@ -48,7 +47,7 @@ def known_masks(models: Sequence[Any]) -> Iterator[None]:
 
 
 class _Loop:
-    """The masks of one model's `generate`, and whether each mask hides a token.
+    """The attention masks of one model's `generate`, and whether each mask hides a token.
 
     A mask is recognized by object identity, so masks that other code makes are not changed.
     """
@@ -58,7 +57,7 @@ class _Loop:
         self._known: dict[str, tuple[torch.Tensor, bool]] = {}
 
     def prepared(self, prepare: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """Wrap `prepare_inputs_for_generation`: read the prompt's masks, and omit masks that hide no token in steps."""
+        """Wrap `prepare_inputs_for_generation`: read the prompt's masks; then omit masks that hide no token."""
 
         @functools.wraps(prepare)
         def prepare_known(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -75,7 +74,7 @@ class _Loop:
         return prepare_known
 
     def lengthened(self, update: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """Wrap `_update_model_kwargs_for_generation`: remember each longer mask that is made from a known mask."""
+        """Wrap `_update_model_kwargs_for_generation`: a longer mask hides a token if the mask before it did."""
 
         @functools.wraps(update)
         def update_known(outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -91,12 +90,12 @@ class _Loop:
         return name in self._known and self._known[name][0] is mask
 
 
-# The loops of the current request.
+# One `_Loop` for each model of the current request.
 _loops: list[_Loop] = []
 
 
 def _answered(question: Callable[..., bool]) -> Callable[..., bool]:
-    """Wrap a function that decides whether a model computes without a mask: the answer is no in a step with a mask."""
+    """Wrap a function that reads a mask to decide whether to omit it: in a decode step, do not read, return False."""
 
     @functools.wraps(question)
     def answer(padding_mask: torch.Tensor | None, *args: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def wrap_once(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
-    """Replace a function of a class or module by the version that `around` makes of it; a second call does nothing."""
+    """Replace a function of a class or module by `around(function)`, unless `around` has already replaced it."""
     usual = getattr(owner, name)
     if getattr(usual, "_made_by", None) is not around:
         wrapped: Any = functools.update_wrapper(around(usual), usual)

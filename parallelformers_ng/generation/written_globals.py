@@ -13,7 +13,7 @@ from parallelformers_ng.origins import is_library
 
 
 def globals_written_by(root: Any) -> list[str]:
-    """Names of the global variables that a callable writes to, directly or through functions that it names."""
+    """Return the names of the global variables that a callable writes to, itself or through functions that it names."""
     written, seen = set[str](), set[types.CodeType]()
     unread_functions = [code_of(root)]
     while unread_functions:
@@ -30,7 +30,7 @@ def globals_written_by(root: Any) -> list[str]:
 
 @functools.lru_cache(256)
 def _written_in(code: types.CodeType) -> frozenset[str]:
-    """Global variables that code, or a function nested in it, assigns or changes: `count = …`, `notes.append(…)`."""
+    """Return the globals that code, or a function nested in it, assigns or changes: `count = …`, `notes.append(…)`."""
     written = set[str]()
     for each in codes_in(code):
         written |= changed_variables(each, True)

@@ -21,10 +21,10 @@ Place = tuple[str, str, int]
 
 
 class InstalledHooks:
-    """The caller's forward hooks on one rank. Each call replaces the hooks, and keeps their order on the modules.
+    """Keeps the caller's forward hooks registered on the modules of one rank, in the caller's order.
 
     Attributes:
-        present: whether any hooks are installed now.
+        present: whether any hooks are registered now.
     """
 
     def __init__(self, model: nn.Module, hand_out: Callable[[Cache], Handle]) -> None:
@@ -39,7 +39,7 @@ class InstalledHooks:
         self._removed: list[int] = []
 
     def install(self, packed: PackedHooks | None, number: int) -> None:
-        """Install the hooks of a call, and remove the caller's other hooks."""
+        """Register the hooks of a call, and remove hooks of earlier calls that this call does not have."""
         hooks, followed = ([], None) if packed is None else unpack(packed, self._model, self._remove)
         self._hooks = {(hook.path, hook.kind, hook.number): hook for hook in hooks}
         for place in self._handles.keys() - self._hooks.keys():
@@ -55,15 +55,15 @@ class InstalledHooks:
                 self._handles[place] = self._registered(place, place in prepended)
         self.present = bool(hooks)
         if packed is None:
-            return  # the caller may still request the changes of a failed call with hooks
+            return  # keeps `_state`: the caller may still request the changes of a failed call
         self._attributes, self._removed = {}, []
         calls = [hook.call for hook in hooks]
         self._state = None if followed is None else ObjectState.on_rank(followed, calls, self._stand_in)
         self._number = number
 
     def changes(self, number: int) -> HookChanges | None:
-        """Changes of the hooks in the call with this number, once, even if that call failed. None if that call
-        installed no hooks."""
+        """Return what the hooks changed in call `number`, even if it failed. Return it once; None also without
+        hooks."""
         if self._state is None or number != self._number:
             return None
         kinds = (Cache, nn.Module)
@@ -71,18 +71,17 @@ class InstalledHooks:
             place: mapped(value, kinds, self._stand_in, in_place=False) for place, value in self._attributes.items()
         }
         changes = self._state.changes(), attributes, self._removed
-        self._state, self._attributes, self._removed = None, {}, []  # they may hold large tensors
+        self._state, self._attributes, self._removed = None, {}, []  # they may refer to large tensors, which this frees
         return changes
 
     def _remove(self, number: int, payload: int) -> None:
-        """Remove a hook for the rest of the call, because a hook has removed it."""
+        """Remove a hook from this rank because a hook called `remove()` of its handle, and record it for the caller."""
         self._removed.append(payload)
         for place in [place for place in self._handles if place[2] == number]:
             self._handles.pop(place).remove()
 
     def _registered(self, place: Place, first: bool) -> RemovableHandle:
-        """Register a function that calls the present call's hook of a place, before the module's other hooks if
-        `first`.
+        """Register a function that calls the current call's hook for `place`; before the other hooks if `first`.
 
         The function gives the hook the attention weights of all heads, and records attributes that the hook sets on the
         module.

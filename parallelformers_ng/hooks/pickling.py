@@ -34,16 +34,16 @@ payloads of the `HookHandle`s of removed hooks."""
 
 @dataclass(frozen=True)
 class HookHandle(Handle):
-    """Stands on a worker for the caller's handle of a hook of this call.
+    """Represents, on a worker, the caller's `RemovableHandle` of a hook.
 
     Attributes:
-        remove: function that removes the hook on this worker, and notes the payload.
+        remove: function that removes the hook on this worker, and records the payload for the caller.
     """
 
     remove: Callable[[], None] = lambda: None
 
     def __reduce__(self) -> Any:
-        return Handle, (self.kind, self.payload)  # for the caller, and for comparisons of states
+        return Handle, (self.kind, self.payload)  # `remove` exists only on this worker
 
 
 @dataclass
@@ -69,13 +69,13 @@ class Hook:
 
 @dataclass
 class PackedHooks:
-    """Hooks in the form of a message to the workers."""
+    """Message to the workers with the hooks of a call: a pickle, and the tensors to which it refers by index."""
 
     data: bytes
     tensors: list[torch.Tensor]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set the fields. Because of this method, messages pickle and sign the object: `data` contains code."""
+        """Set the fields. Messages sign objects that have this method, and `data` needs a signature: it is code."""
         vars(self).update(state)
 
 
@@ -87,14 +87,14 @@ def is_of_library(hook: Any) -> bool:
 
 
 def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any], followed: Given | None = None) -> PackedHooks:
-    """Pickle hooks of a model for the workers. Objects that stay in the caller's process are added to `local`; the
-    payload of their handles is an index. `followed` is None for a trial."""
+    """Pickle a model's hooks for the workers. An object that must stay in this process, such as the handle of a KV
+    cache, is appended to `local` and pickled as its index in `local`. Without `followed`, only test the pickling."""
     tensors = list[torch.Tensor]()
     try:
         data = _pickled(model, hooks, tensors, local, followed)
     except ParallelError:
         raise
-    except Exception as error:  # reducers are foreign code and may raise any error
+    except Exception as error:  # a `__reduce__` of the user may raise any error
         raise_if_of_handler(error)
         culprit = next((hook for hook in hooks if not _is_portable(model, hook)), hooks[0])
         raise ParallelError(
@@ -106,8 +106,8 @@ def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any], followed: Gi
 
 
 def unpack(packed: PackedHooks, model: nn.Module, remove: Callable[[int, int], None]) -> tuple[list[Hook], Given]:
-    """The hooks, and what is needed to follow their objects, on a worker. `remove` gets the number of a hook and the
-    payload of its `HookHandle`."""
+    """Unpickle a call's hooks on a worker, and the message about their mutable objects. `remove` gets the number of a
+    hook and the payload of its `HookHandle`."""
     find: dict[str, Callable[[Any], Any]] = {
         "module": model.get_submodule,
         "tensor": packed.tensors.__getitem__,
@@ -125,7 +125,7 @@ def described(hook: Any) -> str:
 def _is_portable(model: nn.Module, hook: Hook) -> bool:
     try:
         _pickled(model, [hook], [], [])
-    except Exception as error:  # any error: this function locates the hook that fails
+    except Exception as error:  # this function finds the hook that cannot be pickled, whatever the error is
         raise_if_of_handler(error)
         return False
     return True
@@ -158,7 +158,7 @@ def _pickled(
 
     buffer = io.BytesIO()
     homes = {str(getattr(code_of(hook.call), "__module__", "")) for hook in hooks}
-    # By value, because an imported copy of a module would have new variables.
+    # Pickle these modules by value, because a copy that a worker imports would have new global variables.
     with pickled_by_value(name for name in homes if not is_library(name)):
         ReferencePickler(buffer, reference).dump(([*hooks], followed))
     return buffer.getvalue()

@@ -27,11 +27,11 @@ _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 
 
 class HookRegistry:
-    """The forward hooks of one model while the model is parallelized.
+    """Tracks the forward hooks of one model while the model is parallelized.
 
-    The registry replaces the modules' empty tables of hooks by tables that report each new hook. So a call reads only
-    tables of modules that may have hooks. A table with hooks stays, because the handles of its hooks refer to the
-    table. Every call reads such a table.
+    The registry replaces the modules' empty dicts of hooks (`_forward_hooks`, …) by dicts that report each new hook. So
+    a call reads only the dicts of modules that may have hooks. A dict that already has hooks is not replaced, because
+    the handles of its hooks refer to it, and every call reads it.
     """
 
     def __init__(self, model: nn.Module, plan: ShardPlan) -> None:
@@ -67,40 +67,39 @@ class HookRegistry:
         return words_of_program((*calls, *(type(call).__call__ for call in calls)))
 
     def present(self) -> list[Hook]:
-        """The hooks that the modules have now. For a table that the registry has not replaced, only this method checks
-        new hooks."""
+        """Return the hooks that are registered now. Raise ParallelError if one of them cannot run on the workers."""
         with self._paths_lock:
             references = [(path, reference()) for path, reference in self.paths.items()]
             modules = [(path, module) for path, module in references if module is not None]
             for path, module in modules:
                 if not any(vars(module)[name] or not isinstance(vars(module)[name], _Table) for name in _FORWARD):
-                    del self.paths[path]  # the tables report the next hook
+                    del self.paths[path]  # `note` adds the path again at the next hook
         hooks = [hook for path, module in modules for hook in hooks_of(path, module)]
         for hook in hooks:
             check_hook(self._plan, hook.path, hook.kind, hook.call)
         return hooks
 
     def leave(self) -> None:
-        """Make the modules' tables of hooks ordinary tables, and keep the hooks."""
+        """Stop tracking: give the modules ordinary dicts of hooks again, with the same hooks."""
         model: Any = self._model()
         for module in model.modules():
             for name in (*_FORWARD, *_BACKWARD):
                 table = vars(module)[name]
                 if isinstance(table, _Table):
                     if table:
-                        table.registered = None  # the handles of its hooks refer to this table
+                        table.registered = None  # `table` stays, because the handles of its hooks refer to it
                     else:
                         vars(module)[name] = OrderedDict()
 
     def admit(self, path: str, table: str, hook: Any) -> None:
-        """Check that a new hook can run on the workers."""
+        """Raise ParallelError if a new hook cannot run on the workers."""
         check_hook(self._plan, path, table, hook)
         if table in _FORWARD and not is_of_library(hook):
             model: Any = self._model()
             pack(model, [Hook(path, table, 0, hook)], [])
 
     def note(self, path: str, table: str) -> None:
-        """Record that a module has a new hook; backward hooks are ignored."""
+        """Record that a module has a new hook; ignore backward hooks."""
         if table in _FORWARD:
             model: Any = self._model()
             with self._paths_lock:
@@ -121,7 +120,7 @@ class CallHooks:
         self.packed = pack(model, hooks, self._local, self._state.followed())
 
     def check_apart_from(self, arguments: ObjectState) -> None:
-        """Check that no hook shares an object with the arguments of the call: only one changed copy can return."""
+        """Raise ParallelError if a hook and an argument share an object: the workers would change two copies of it."""
         if self._state.shares(arguments):
             raise ParallelError(
                 "a forward hook shares an object with a logits processor, a stopping criterion or"
@@ -129,7 +128,7 @@ class CallHooks:
             )
 
     def apply_changes(self, changes: HookChanges | None, receive: Callable[[Handle], Any]) -> None:
-        """Apply the changes of the hooks on rank 0 to the caller's objects and modules."""
+        """Apply what the hooks changed on rank 0 to the caller's objects and modules."""
 
         def local_object(handle: Handle) -> Any:
             if handle.kind == "module":
@@ -147,7 +146,7 @@ class CallHooks:
 
 
 class _Table(OrderedDict):
-    """A module's table of hooks that reports each new hook to the registry."""
+    """A module's dict of hooks that reports each new hook to the registry."""
 
     def __init__(self, registered: HookRegistry, path: str, name: str) -> None:
         super().__init__()
@@ -166,7 +165,7 @@ class _Table(OrderedDict):
 
 
 def check(model: nn.Module, plan: ShardPlan) -> None:
-    """Check before parallelization that all hooks of a model can run on the workers."""
+    """Raise ParallelError before parallelization if a hook of the model cannot run on the workers."""
     _refuse_global_hooks()
     for path, module in model.named_modules():
         for table in (*_FORWARD, *_BACKWARD):
@@ -178,7 +177,7 @@ def check(model: nn.Module, plan: ShardPlan) -> None:
 
 
 def check_hook(plan: ShardPlan, path: str, table: str, hook: Any) -> None:
-    """Check that a hook can run on the workers, as far as its module and its kind decide."""
+    """Raise ParallelError for a backward hook, a hook inside a sharded block, or a hook that belongs to a module."""
     if is_of_library(hook):
         return
     who = f"{described(hook)} on {path or 'the model'}"
@@ -206,7 +205,7 @@ def hooks_of(path: str, module: nn.Module) -> Iterator[Hook]:
     for kind in _FORWARD:
         with_kwargs = vars(module)[f"{kind}_with_kwargs"]
         always = module._forward_hooks_always_called if kind == "_forward_hooks" else {}
-        for number, hook in [*vars(module)[kind].items()]:  # another thread may register a hook meanwhile
+        for number, hook in [*vars(module)[kind].items()]:  # a copy, because other threads may register hooks
             if not is_of_library(hook):
                 yield Hook(path, kind, number, hook, number in with_kwargs, number in always)
 

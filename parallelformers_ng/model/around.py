@@ -1,6 +1,5 @@
 """Adapts peft's wrapper objects to a parallelized model. The wrappers stay in the caller's process: calls of the inner
-model go to the workers, and changes of the inner model's
-weights are refused."""
+model go to the workers, and changes of the inner model's weights are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ _NO_ADAPTER = "__base__"  # peft's name for a row without an adapter
 
 
 def within(model: Any) -> tuple[Any, list[nn.Module]]:
-    """Return (inner model, list of its peft wrappers); for a model without peft, (the model, empty list)."""
+    """Return the model inside its peft wrappers, and a list of the wrappers, which is empty without peft."""
     if not hasattr(type(model), "get_base_model"):
         return model, []
     for name, config in model.peft_config.items():
@@ -38,7 +37,7 @@ def within(model: Any) -> tuple[Any, list[nn.Module]]:
 
 
 def with_peft_adapters(model: Any, directories: Mapping[str, str]) -> Any:
-    """Return a peft wrapper around `model` with the loaded adapters; the first adapter is active."""
+    """Wrap `model` with peft, and load adapters from `directories` (name → directory); the first one is active."""
     try:
         from peft import PeftModel
     except ImportError as error:
@@ -99,7 +98,7 @@ def _end(self: Any, *_: object) -> None:
 
 @contextlib.contextmanager
 def _with_names(self: Any, *_: Any, adapter_names: list[str] | None = None, **__: Any) -> Iterator[None]:
-    """Replace peft's handling of `adapter_names` in `forward` and `generate`: run the call with the named adapter."""
+    """Replace peft's `_enable_peft_forward_hooks`: run a call of `forward` or `generate` with the named adapter."""
     if adapter_names is None:
         yield
         return
@@ -129,7 +128,8 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def save(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         selected = kwargs.get("selected_adapters") or self.peft_config
-        names = [name for name in selected if name in self.peft_config]  # peft names the unknown ones in its ValueError
+        # `original` raises ValueError for unknown names.
+        names = [name for name in selected if name in self.peft_config]
         kwargs["state_dict"] = state_of_adapters(self, names, kwargs.get("save_embedding_layers", "auto"))
         return original(self, save_directory, *args, **kwargs)
 
@@ -137,7 +137,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def state_of_adapters(model: Any, names: Sequence[str], embeddings: bool | str = "auto") -> dict[str, torch.Tensor]:
-    """Return the model's state dict, with only the tensors that peft writes fetched from the workers."""
+    """Return the model's state dict, in which only the tensors that peft will save are fetched from the workers."""
     from peft import get_peft_model_state_dict  # a model with adapters needs peft, so peft is installed
 
     state = model.state_dict(keep_vars=True)

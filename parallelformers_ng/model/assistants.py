@@ -1,6 +1,6 @@
 """Sends assistants to the workers: small models that propose tokens in `generate(assistant_model=…)`.
 
-The ranks of a model keep the latest assistant. An assistant is divided over the same ranks, by its own policy. The
+The ranks of a model keep the latest assistant. An assistant is sharded over the same ranks, by its own policy. The
 model checks all proposals, so an outdated assistant would change the speed of a greedy generation, and not its tokens.
 """
 
@@ -39,18 +39,19 @@ _PLAIN = (int, float, str, type(None))
 
 
 class Assistants:
-    """The assistant of one group of workers."""
+    """Sends assistants (draft models) to one group of workers, which keeps the latest one."""
 
     def __init__(self) -> None:
         self._turn = threading.RLock()
         self._latest: _Assistant | None = None
-        self._sent: tuple[int, _Assistant] | None = None  # the incarnation of the workers, and the assistant they have
+        # Restart count of the workers, and the assistant that they have.
+        self._sent: tuple[int, _Assistant] | None = None
 
     @contextlib.contextmanager
     def turn(
         self, ready: tuple[WorkerGroup, int, float], assistant: Any, arguments: dict[str, Any], show_progress: bool
     ) -> Iterator[Assistance]:
-        """Wait for other calls with an assistant, send the assistant to the ranks, and yield its stand-in for the call.
+        """Wait for other calls with an assistant, send it to the ranks, and yield the argument that replaces it.
 
         Weights are sent only if the ranks do not have this assistant yet, or if it has changed.
         """
@@ -60,10 +61,10 @@ class Assistants:
         with turn(self._turn, end, late):
             latest = self._latest
             if latest is None or not latest.is_still(assistant):
-                self._latest = latest = None  # first, so that the memory of the earlier weights can be freed
+                self._latest = latest = None  # frees the earlier weights before new ones are stored
                 self._latest = latest = _found(assistant, group) or _made(assistant, group, show_progress)
             if self._sent != (incarnation, latest):
-                self._sent = None  # if an error or Ctrl-C comes before the end, the ranks have neither assistant
+                self._sent = None  # after an error or Ctrl-C below, the ranks may have no usable assistant
                 group.call("assistant.build", latest.stored.skeleton, deadline=end)
                 latest.stored.load(group, part="assistant.")
                 self._sent = incarnation, latest
@@ -71,7 +72,7 @@ class Assistants:
 
 
 class _Assistant:
-    """An assistant in the form from which ranks load it."""
+    """An assistant with its stored weights, and with the state of the model when the weights were stored."""
 
     def __init__(self, model: nn.Module, stored: StoredModel, edits: Edits) -> None:
         self._model = weakref.ref(model)
@@ -80,15 +81,15 @@ class _Assistant:
         self.stored = stored
 
     def is_still(self, assistant: Any) -> bool:
-        """Return whether `assistant` is the same model with the same weights, modules, configuration and code."""
+        """Whether `assistant` is the same model with unchanged weights, modules, configuration and code."""
         known = [(id(part()), state) for part, state in self._parts]
         present = [(id(part), state) for part, state in _parts(assistant)]
         return self._model() is assistant and known == present and not self._edits.has_changes()
 
 
 def _parts(model: Any) -> list[tuple[Any, Any]]:
-    """Return all parameters and buffers of a model, each with the number of its changes in place, if torch counts; and
-    all modules, each with its attributes that are numbers, strings or None."""
+    """Return all tensors of a model with their version counters (0 for inference tensors), and all modules with their
+    attributes that are numbers, strings or None."""
     tensors = [*model.parameters(), *model.buffers()]
     modules = [
         (module, {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)})
@@ -98,7 +99,7 @@ def _parts(model: Any) -> list[tuple[Any, Any]]:
 
 
 def _refuse(assistant: Any, arguments: dict[str, Any], group: WorkerGroup) -> None:
-    """Raise NotPortableError if only this process, and not a group, can run a call with an assistant."""
+    """Raise NotPortableError if a call with this assistant can run only in this process, and not on the workers."""
     config = arguments.get("generation_config")
     name = type(assistant).__name__
     if not isinstance(assistant, PreTrainedModel):
@@ -121,7 +122,7 @@ def _refuse(assistant: Any, arguments: dict[str, Any], group: WorkerGroup) -> No
 
 
 def _found(assistant: Any, group: WorkerGroup) -> _Assistant | None:
-    """The assistant if it is parallelized, so that its weights are in memory or files already; otherwise None."""
+    """Use the stored weights of an assistant that is parallelized itself; return None for an ordinary model."""
     remote = vars(assistant).get(REMOTE)
     if remote is None:
         return None
@@ -146,7 +147,7 @@ def _found(assistant: Any, group: WorkerGroup) -> _Assistant | None:
 
 
 def _made(assistant: Any, group: WorkerGroup, show_progress: bool) -> _Assistant:
-    """Copy the weights of an ordinary assistant to shared memory, as the plan for the group divides them."""
+    """Make a plan of an ordinary assistant for the group, and copy its shards to shared memory."""
     name = type(assistant).__name__
     try:
         plan = make_plan(assistant, group.world_size, None, None, FitOptions())

@@ -43,13 +43,13 @@ https://github.com/pytorch/pytorch/blob/main/torch/csrc/Generator.cpp). A wait f
 
 
 def state_of(generator: torch.Generator) -> torch.Tensor:
-    """State of a generator that other threads may use: uint8 `[bytes]` on CPU."""
+    """Return the state, uint8 `[bytes]` on CPU, of a generator that other threads may use at the same time."""
     with _generators:
         return generator.get_state()
 
 
 def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
-    """Set the state of a generator that other threads may use."""
+    """Set the state of a generator that other threads may use at the same time."""
     with _generators:
         generator.set_state(state)
 
@@ -67,7 +67,7 @@ class RandomStream:
     def __init__(self, seed: int | None) -> None:
         self.is_own = seed is not None
         self._stream = torch.default_generator if seed is None else torch.Generator().manual_seed(seed)
-        self._follower = threading.RLock()  # for the one call that advances the stream
+        self._follower = threading.RLock()  # held by the one call that may advance the stream
         self._draws = itertools.count()
 
     @contextlib.contextmanager
@@ -77,7 +77,7 @@ class RandomStream:
         A state is a uint8 tensor `[bytes]` on CPU, the same as from `torch.get_rng_state`.
         """
         if seed is None and not self._follower.acquire(blocking=False):
-            seed = self.draw_seed()  # otherwise both concurrent calls would start from the same state
+            seed = self.draw_seed()  # with the stream, both concurrent calls would start from the same state
         if seed is not None:
             yield torch.Generator().manual_seed(seed).get_state(), lambda after: None
             return
@@ -120,15 +120,15 @@ class Adapters:
             return ActiveAdapters.of(self._layers)
 
     def of_call(self, active: ActiveAdapters | None = None) -> contextlib.AbstractContextManager[None]:
-        """Fix the adapters of this thread's requests inside the `with` block, even if other threads switch adapters."""
+        """Keep this thread's adapters fixed inside the `with` block, even if other threads switch adapters."""
         return set_within(_adapters, (self, active or self.active()))
 
 
 class Snapshot:
-    """A copy of the attributes of configurations and of the configurations nested in them.
+    """A copy of the attributes of configurations, including configurations that are nested in them.
 
     Args:
-        configs: dotted name → any object whose state is its attributes, or None.
+        configs: dotted name → configuration: any object with attributes, or None.
     """
 
     def __init__(self, configs: dict[str, Any]) -> None:
@@ -142,18 +142,18 @@ class Snapshot:
         self._states = {name: state for name, state in states.items() if state}
 
     def still_holds(self, configs: dict[str, Any]) -> bool:
-        """Return whether `configs` has the same objects with unchanged attributes. The comparison takes microseconds,
-        because comparing two dicts is fast for values that are identical objects."""
+        """Whether `configs` has the same objects with unchanged attributes. The comparison takes microseconds, because
+        comparing two dicts is fast for values that are identical objects."""
         if len(configs) != len(self._roots) or not all(configs.get(root) is config for root, config in self._roots):
             return False
         try:
             same = all(vars(part) == values for _, part, values in self._parts)
-        except (RuntimeError, ValueError):  # tensors or arrays
+        except (RuntimeError, ValueError):  # `==` cannot compare dicts that contain tensors or arrays
             same = all(are_equal(vars(part), values) for _, part, values in self._parts)
         return same and not self.moved()
 
     def moved(self) -> set[str]:
-        """Return the dotted names of attributes whose value, an object of the program or a tensor, changed inside."""
+        """Return the dotted names of attributes whose object was changed in place."""
         return {name for name, state in self._states.items() if not state.holds()}
 
     def with_value(self, name: str, value: Any) -> Snapshot:
@@ -181,19 +181,21 @@ _VARIABLES: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
 
 
 class Edits:
-    """The caller's changes since the model was parallelized, and which changes the workers do not have yet."""
+    """Records the caller's changes of a model since `parallelize`, and which of them each group of workers has."""
 
     def __init__(self, model: nn.Module, code: LiveCode) -> None:
         self._model, self._code = weakref.ref(model), code
         self._owners = owners_of_configurations(model)
-        self._built = Snapshot(self._configurations())  # configurations of a new incarnation
-        # (path, name) → when it was set, value, who has it already: None if the program has set it
+        self._built = Snapshot(self._configurations())  # restarted workers have these configurations
+        # (module path, attribute) → number of the change, value, and the group that has set it; None if the user has
+        # set it.
         self._attributes: dict[tuple[str, str], tuple[int, Any, WorkerGroup | Literal["nobody"] | None]] = {}
         self._taken: dict[tuple[str, str], State] = {}
         self._count = 0
-        self._moved: dict[tuple[str, str], int] = {}  # latest numbers of `LiveCode.moved` that were taken over
+        self._moved: dict[tuple[str, str], int] = {}  # number of the last recorded change in `LiveCode.moved`
         self._lock = threading.Lock()
-        # What workers have: configurations, number of attribute changes, number of code changes, environment variables.
+        # What a group has received: configurations, numbers of changes of attributes and of code, environment
+        # variables.
         self._of_new_workers = self._built, 0, 0, {**_VARIABLES}
         self._known = weakref.WeakKeyDictionary[WorkerGroup, tuple[Snapshot, int, int, dict[Any, Any]]]()
 
@@ -210,19 +212,19 @@ class Edits:
             self._owners.append((path, name))
 
     def take_attribute(self, path: str, name: str, value: Any, group: WorkerGroup | None) -> None:
-        """Record an attribute that a call has set, for other workers than those of `group`, which have it."""
+        """Record an attribute that a call on `group` has set, so that later calls send it to other groups."""
         with self._lock:
             self._count += 1
             self._attributes[path, name] = self._count, value, group or "nobody"
             self._taken[path, name] = State(vars(self.model.get_submodule(path)).get(name))
 
     def take_config(self, group: WorkerGroup, name: str, value: Any) -> None:
-        """Record an attribute of a configuration that a call of `group` has set, by its dotted name."""
+        """Record that a call on `group` has set a configuration attribute, so that the group need not receive it."""
         known = self._known.get(group, self._of_new_workers)
         self._known[group] = known[0].with_value(name, value), *known[1:]
 
     def code_count(self, only_step: bool = False) -> int:
-        """Check the code for changes, and return how often it has changed since the model was parallelized."""
+        """Check the user's code for changes, and return how often it has changed since the model was parallelized."""
         if not (self._code.step.holds() and (only_step or self._code.rest.holds())):
             self._code.update()
         for (path, name), (number, value) in [*self._code.moved.items()]:
@@ -233,7 +235,7 @@ class Edits:
         return self._code.count
 
     def has_changes(self) -> bool:
-        """Return whether the model has changed since it was built, apart from its `generation_config`."""
+        """Whether the model has changed since it was built, apart from its `generation_config`."""
         before, now = self._built.values(), Snapshot(self._configurations()).values()
         changed = {name for name in before.keys() | now.keys() if not are_equal(before.get(name), now.get(name))}
         changed |= self._built.moved()
@@ -263,7 +265,8 @@ class Edits:
             for name, value in now.items()
             if name not in before or name in moved or not are_equal(before[name], value)
         } | dict.fromkeys(before.keys() - now.keys(), REMOVED)
-        attributes = {key: value for key, (value, of) in newer.items() if of is None}  # set by the program
+        # Set by the user, and not by a call.
+        attributes = {key: value for key, (value, of) in newer.items() if of is None}
         if attributes or call.configs:
             self._code.take_settings(self._model(), attributes, call.configs)
             if code_count != (codes := self._code.count):

@@ -42,8 +42,8 @@ class Calls(Dispatcher):
     """Carries out the calls of one parallelized model.
 
     Attributes:
-        shared: for each replica, the calls that are decoded together; empty if each call runs alone.
-        outside: weights that the program can change outside of the model's tables.
+        shared: replica → the calls that it decodes as one batch; empty if each call runs alone.
+        outside: weights in attributes of modules that are not registered as parameters or buffers.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Calls(Dispatcher):
                 self.shared[replica] = SharedCalls(batching, trial, self, replica, needs_graphs)
 
     def names(self, name: str) -> bool:
-        """Return whether the program's code of the model, or the code of a hook, contains a name, also as a string."""
+        """Whether the user's code in the model or in a hook contains `name` as a name or as a string."""
         return name in self.deployment.code.words or name in self.hooks.words()
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
@@ -122,7 +122,7 @@ class Calls(Dispatcher):
         self, replica: Replica, model: Any, arguments: dict[str, Any], options: CallOptions
     ) -> torch.Tensor | None:
         if self._changes_itself or model.training:
-            return None  # a batch runs other forward passes than its calls alone
+            return None  # a batch runs different forward passes, so the model would change differently
         shared, busy = self.shared[replica], replica.current[0].busy
         if not shared.trial.is_due and not busy:  # by default, batching starts when two calls first run together
             return None
@@ -166,7 +166,7 @@ class Calls(Dispatcher):
             return self.dispatch(replica, path, "generate", (), eager, options)
 
     def _not_captured(self, replica: Replica, why: str) -> bool:
-        """Log that decode steps could not be captured; return whether no further steps will be captured."""
+        """Log that decode steps could not be captured as CUDA graphs; return whether later calls no longer capture."""
         steps = replica.steps
         if steps is None:
             return False
@@ -202,18 +202,19 @@ class Calls(Dispatcher):
         return deadline(checked_seconds(options.timeout, "timeout")) if options.timeout else contextlib.nullcontext()
 
     def _check_state_of_caller(self) -> None:
-        """Raise ParallelError if the state of this thread or of weights would change a result, but not on the ranks."""
+        """Raise ParallelError for torch modes and changed weights that ranks cannot reproduce; send other new
+        weights."""
         refuse_modes()
         for path, name, value in self.outside.changed() if self.outside.known or self.outside.shared else ():
             self.set_attribute(path, name, value)
 
     def with_adapters(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which this thread's calls keep the adapters that are active at its start."""
+        """Return a context in which this thread's calls use the adapters that were active at its start."""
         return contextlib.nullcontext() if self.adapters is None else self.adapters.of_call()
 
     @contextlib.contextmanager
     def _turn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Replica]:
-        """Yield the replica for a call: the holder of its caches, or the replica with the fewest calls."""
+        """Yield the replica for a call: the one with the caches in its arguments, or the one with the fewest calls."""
         replicas = self.deployment.replicas
         if len(replicas) == 1:
             yield replicas[0]
@@ -235,7 +236,8 @@ class Calls(Dispatcher):
             chosen.in_flight += 1
         is_changing = self._changes_itself or self.edits.model.training
         try:
-            # A call that changes the model starts from the state of the previous call, on whichever replica.
+            # Calls that change the model run one after another, because each must start with the changes of the
+            # previous call.
             with self._one_at_a_time if is_changing else contextlib.nullcontext():
                 yield chosen
         finally:

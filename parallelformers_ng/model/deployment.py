@@ -42,7 +42,7 @@ from parallelformers_ng.wire.frame import OUT_OF_MEMORY, why_no_memory
 class Replica(Supervisor):
     """A group of workers that has the whole model and serves calls.
 
-    If a worker ends, all ranks of its group end. After `keep_alive`, a new group then maps the same memory.
+    If a worker ends, all ranks of its group end. After `keep_alive`, a new group then loads the same weights.
 
     Args:
         group: a group that is running or starting.
@@ -57,7 +57,7 @@ class Replica(Supervisor):
 
     def __init__(self, group: WorkerGroup, make_group: Callable[[], WorkerGroup] | None) -> None:
         if group.in_use:
-            gc.collect()  # the other model may be garbage already
+            gc.collect()  # the other model may be unreachable, but not yet deleted
         if group.in_use:
             raise PlacementError("the group in workers= serves another model; end that model first, or use a new group")
         group.user = weakref.ref(self)
@@ -69,7 +69,7 @@ class Replica(Supervisor):
         self._make_group = make_group
 
     def keep_alive(self, stored: StoredModel, options: WorkerOptions) -> None:
-        """From now on replace the group after a worker has ended, unless the group belongs to the caller."""
+        """Whenever a worker ends, replace the group by a new one, unless the group belongs to the caller."""
         if self._make_group is not None:
             again = functools.partial(stored.revive, self._make_group)
             self.supervise(again, options.max_restarts, options.restart_window)
@@ -90,9 +90,9 @@ class Deployment:
     Attributes:
         plan: plan of the model.
         replicas: groups of workers, each with the whole model. On CPU all replicas map the same memory.
-        stored: the model for the ranks of a further group; None if only this deployment's ranks have the weights.
+        stored: what a new group needs to load the model; None if only the ranks have the weights.
         ended: whether the workers have ended.
-        state: what calls have changed in the model.
+        state: changes that calls have made to the model.
         code: the code that the model runs in this process.
 
     Args:
@@ -156,7 +156,7 @@ class Deployment:
                 store.settle()
                 for replica in self.replicas:
                     stored.load(replica.group, progress)
-                    progress = None  # only the first replica reports progress
+                    progress = None  # report progress only for the first replica
                     if self._options.restart and self._keeps_weights:
                         replica.keep_alive(stored, self._options)
             except BaseException:
@@ -179,7 +179,7 @@ class Deployment:
         group.call("extend_path", module_path())
         modules_by_value = set(self.code.by_value)
         changes = self.code.compare(functools.partial(group.call, "differences"))
-        if self.code.by_value != modules_by_value:  # the ranks cannot import some modules
+        if self.code.by_value != modules_by_value:  # send modules that the ranks cannot import
             self._skeleton = Skeleton.of(model, self.plan, self.code.by_value)
         self._skeleton.code = changes
 
@@ -208,7 +208,7 @@ class Deployment:
         return [name for replica in self.replicas for name in replica.group.device_names]
 
     def ping(self) -> None:
-        """Wait until all ranks of one replica have exchanged a message."""
+        """Make all ranks of the first working replica exchange a message. Raise GroupError if no replica works."""
         errors: list[GroupError] = []
         for replica in self.replicas:
             try:
@@ -219,7 +219,7 @@ class Deployment:
         raise errors[0]
 
     def memory(self, what: str) -> dict[str, Any]:
-        """Device name → result of the method `what` of `worker.memory.RankMemory`."""
+        """Call the method `what` of `RankMemory` on all ranks; return device name → result."""
         memory: dict[str, Any] = {}
         for replica in self.replicas:
             group, _, deadline = replica.ready()
@@ -232,7 +232,7 @@ class Deployment:
         return progress_bar(f"gathering {what}", total, self.show_progress)
 
     def node(self, name: str) -> Node:
-        """Node that reads one parameter or buffer in pieces, from files, shard memory or the ranks."""
+        """Return a `Node` that reads one parameter or buffer when needed, from files, shared memory or the ranks."""
         if (changed := self.state.changed(name)) is not None:
             return leaf_of(changed)
         if name in self._checkpoint.nodes:
@@ -243,7 +243,7 @@ class Deployment:
         return whole_node(self.plan, tensor, lambda part: of_ranks(part, functools.partial(self._exported, part)))
 
     def save(self, directory: Path, names: list[str], limit: int, progress: Progress) -> list[list[WrittenFile]]:
-        """Have every rank of replica 0 write its files, of at most `limit` bytes each, of a sharded directory.
+        """Make every rank of replica 0 write its shards to a sharded directory, in files of at most `limit` bytes.
         `progress` counts the bytes of rank 0."""
         group, *_ = self.replicas[0].ready()
         self.state.prepare(group)
@@ -254,7 +254,7 @@ class Deployment:
         self.replicas[0].group.check_process()
         with self._lock:
             if self.stored is not None:
-                self._leave_groups()  # first, so that memory can be freed while it is read
+                self._leave_groups()  # stops the workers, so that reading a tensor can free its memory
             with self.gathering(type(model).__name__, self.plan.bytes_whole) as advance:
                 names = self.plan.tensors.keys() - (self._given.names if self._given is not None else set())
                 take_back(model, self.plan, self.read, names, advance)
@@ -288,7 +288,7 @@ class Deployment:
         return read_copy(self.node(tensor.name), {})
 
     def _exported(self, tensor: TensorPlan, rank: int) -> torch.Tensor:
-        """Return a rank's shard of a tensor, read from the rank: on CUDA the devices may hold the only copy."""
+        """Return a rank's shard of a tensor, read from the rank: CUDA devices may have the only copy."""
         group = self.replicas[0].group
         names_per_rank = [([tensor.storage] if each == rank else [],) for each in range(group.world_size)]
         return group.call_each("export", names_per_rank)[rank][0]

@@ -36,7 +36,7 @@ class CallOptions:
         streamer: streamer that receives each token when it is chosen; None for no streaming.
         not_captured: function that receives the reason if decode steps cannot become CUDA graphs; with None, no decode
             step of the call is captured.
-        unsure: same as in `Call`.
+        unsure: whether the ranks must compare their results; see `Call`.
     """
 
     seed: int | None = None
@@ -47,19 +47,19 @@ class CallOptions:
 
 
 def may_be_hooked(hooks: HookRegistry) -> bool:
-    """Whether a call must collect hooks, because the caller may have registered some."""
+    """Whether the caller may have registered hooks, so that a call must collect them."""
     return bool((hooks.paths and hooks.present()) or torch_module._has_any_global_hook())
 
 
 class Dispatcher:
-    """What all calls of one model have in common, and their way to the workers.
+    """Sends calls of one model to the workers, together with the caller's state on which each call depends.
 
     Attributes:
         hooks: forward hooks that the caller has registered on the model.
         adapters: adapters of the model; None if the model has no adapters.
         edits: changes of the model's attributes, configurations and code that workers do not have yet.
         stream: random stream of calls without a seed.
-        modes: what code in a call can see of the caller's thread.
+        modes: whether code in a call reads the caller's grad mode or random states.
     """
 
     def __init__(self, model: Any, deployment: Deployment, seed: int | None) -> None:
@@ -144,7 +144,7 @@ class Dispatcher:
                 if answer.changes is not None or any(values[1:]):
                     self.deployment.state.take(self.edits, group, [answer.changes, *values[1:]], failed=False)
                 if answer.rng is not None:
-                    stream[1](answer.rng.clone())  # torch needs a tensor with its own storage
+                    stream[1](answer.rng.clone())  # a generator's state must be a tensor with its own storage
                 if answer.draws is not None:
                     set_draw_states(answer.draws)
                 if state is not None:
@@ -162,13 +162,13 @@ class Dispatcher:
                 if type(answer.output) is torch.Tensor:
                     return answer.output
                 return map_handles(answer.output, receive)
-            except BaseException as error:  # a KeyboardInterrupt may arrive as late as here
+            except BaseException as error:  # also after Ctrl-C, the caches of the call must be freed
                 registry.free_after_failure(incarnation, [*call.freed_caches, call.cache_block], caches)
                 if isinstance(error, WorkerError) and not isinstance(error, NotPortableError):
                     with contextlib.suppress(GroupError):
                         reports = group.call_each("state_changes", [()])
                         self.deployment.state.take(self.edits, group, reports, failed=True)
-                    # The rank that raised has run the same code as one process; other ranks were interrupted.
+                    # Use the changes of the rank that raised the error, because all other ranks were interrupted.
                     try:
                         if call.followed is not None and state is not None:
                             state.restore(group.call_each("changes_of_failed", [(call.cache_block,)])[error.rank])

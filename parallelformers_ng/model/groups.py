@@ -27,13 +27,13 @@ from parallelformers_ng.wire.frame import FileDescriptor
 from parallelformers_ng.worker.preload import IMPORTS
 
 RUNNER = "parallelformers_ng.worker.runner:ModelRunner"
-_BATCH_BYTES = 1 << 30  # size of the weights loaded with one request; small enough that a progress bar moves
+_BATCH_BYTES = 1 << 30  # bytes of weights that one request loads; small enough that a progress bar moves
 
 
 def group_makers(
     num_gpus: int | None, options: WorkerOptions, fit: FitOptions
 ) -> tuple[list[functools.partial[WorkerGroup]], FitOptions]:
-    """A function per replica that starts or restarts its group, and the fit options with all values filled in.
+    """Return a function per replica that starts its group, and the fit options with all open values filled in.
 
     In a torchrun job the function returns only in the process of rank 0; the other processes become workers.
     """
@@ -83,7 +83,7 @@ class StoredModel:
     def load(self, group: WorkerGroup, progress: Progress | None = None, part: str = "") -> None:
         """Make the ranks of a group load their weights, after `build`.
 
-        `part` names the runner's attribute that loads the model, with a dot at its end; "" for the runner itself.
+        `part` is "" for the model, or the name of another runner attribute that loads weights, such as "assistant.".
         """
         fds = [tuple(FileDescriptor(fd) for fd in self.store.fds_for(rank)) for rank in range(self.plan.world_size)]
         stored = self.checkpoint.as_stored(self.plan)

@@ -12,7 +12,7 @@ from parallelformers_ng.model.parallelized import is_parallelized
 
 
 def check_model(model: nn.Module) -> None:
-    """Check that a model is of a kind that `parallelize` supports, whatever its policy."""
+    """Raise an error if `parallelize` cannot support this kind of model under any policy."""
     if is_parallelized(model):
         raise AlreadyParallelizedError(f"{type(model).__name__} is parallelized already; call deparallelize() first")
     for path, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Sends the ranks the code that they import differently, then later values that the code reads; refuses later code."""
+"""Sends the ranks code that they import differently, and later new values that code reads; refuses later code."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class LiveCode:
 
     Attributes:
         by_value: names of modules whose code is sent by value, because ranks cannot import the same code.
-        changes: values of places that changed since `compare`; None before the first change.
+        changes: globals and class attributes whose values changed since `compare`; None before the first change.
         count: number of changes since `compare`.
-        moved: attributes of modules whose objects changed inside: (path, name) → number of the change, value.
-        step: watch of the code of a forward pass.
-        rest: watch of the code that only `generate` and other methods use.
+        moved: module attributes whose objects changed in place: (path, name) → number of the change, value.
+        step: detects changes of the code of a forward pass.
+        rest: detects changes of the code that only `generate` and other methods use.
     """
 
     def __init__(self, model: nn.Module, plan: ShardPlan) -> None:
@@ -71,7 +71,7 @@ class LiveCode:
 
     @property
     def words(self) -> frozenset[str]:
-        """The names and strings in the program's code that the model reaches."""
+        """Names and strings in the user's code that the model may run."""
         if self._words[0] != self.count:
             functions = {function for slot in self._slots.values() for function in slot.functions}
             self._words = self.count, frozenset(words_of_program((*functions, *self._functions)))
@@ -79,14 +79,14 @@ class LiveCode:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names in all code that the model reaches, also in code of libraries."""
+        """Names in all code that the model may run, including code of libraries."""
         functions = {function for slot in self._slots.values() for function in slot.functions}
         return frozenset().union(*(names_in(function.__code__) for function in functions))
 
     def compare(self, differences: Callable[[Digests], Digests]) -> CodeChanges | None:
-        """The code that differs from the ranks' imported code; `differences` compares digests with the code of a rank.
+        """Return the code that the ranks import differently. `differences` sends digests to a rank for comparison.
 
-        A module whose code the ranks lack entirely is added to `by_value`, and is not part of the result.
+        A module that the ranks cannot import at all is added to `by_value` instead.
         """
         local_digests = digests_of(self._slots)
         unlike = {p: d for p, d in differences(local_digests).items() if not is_filled_in(self._slots[p], d)}
@@ -100,13 +100,13 @@ class LiveCode:
         return pack({place: self._slots[place] for place in unlike}, self._on_ranks, self.by_value)
 
     def update(self) -> None:
-        """Compare code and values with their last known state, and prepare changed values for the ranks."""
+        """Check code and values for changes: refuse changed code, and prepare changed values for the ranks."""
         with self._lock:
             if not (self.step.holds() and self.rest.holds()):
                 self._update()
 
     def take_settings(self, model: Any, attributes: Mapping[tuple[str, str], Any], configs: Mapping[str, Any]) -> None:
-        """Check that the plan fits new settings, and that ranks have the code of the attention functions they name."""
+        """Raise ParallelError if new settings do not fit the plan, or need an attention function that ranks lack."""
         with self._lock:
             if why := self.check.objection_to_settings(attributes, configs):
                 names = [f"{path}.{name}" for path, name in attributes]
@@ -149,12 +149,12 @@ class LiveCode:
         for key, (value, state) in self._of_modules.items():
             if not state.holds():
                 self.moved[key] = next(self._numbers), value
-        # Later code stays unknown, so that a setting that names it is refused.
+        # Leave out code that appeared after `parallelize`, so that a setting that names the code is refused.
         self._slots = {place: slot for place, slot in now.items() if place in before or not is_code(slot.value)}
         self._watch()
 
     def _refuse_code(self, slots: Mapping[str, Slot], changed: set[str]) -> None:
-        """Raise ParallelError if code was changed, or a value was deleted, at some places or inside their functions."""
+        """Raise ParallelError for changed code: in `changed` globals or class attributes, or functions of `slots`."""
         swapped = {id(f) for watch in (self.step, self.rest) for f in watch.changed_functions()}
         refused = {p for p in changed if any(map(is_code, (slots[p].value, _value_of(slots[p]))))}
         refused |= {p for p, slot in slots.items() if not swapped.isdisjoint(map(id, slot.functions))}
@@ -203,23 +203,23 @@ def _value_of(slot: Slot) -> Any:
 
 
 def _is_new(slot: Slot) -> bool:
-    """Whether a place that appeared later counts: an attribute of a class, or a value in a module of the program.
+    """Whether a global or class attribute that appeared after `parallelize` must be sent to the ranks or refused.
 
-    A later function in a module is no change: if code calls it, the rank raises NameError.
+    A new function in a module need not be: if code calls it, the rank raises NameError.
     """
     return isinstance(slot.holder, type) or (is_of_program(slot.place) and not is_code(slot.value))
 
 
 def _REMOVED() -> None:
-    """Stands for the value of a place that the program deleted; it counts as code, so that deleting is refused."""
+    """Value of a deleted global or class attribute. As a function it counts as changed code, which is refused."""
 
 
 def _in_short(place: str) -> str:
-    """Return a place in the form of error messages: `Class.attribute`, or `module.global`."""
+    """Shorten `module:Class.attribute` to `Class.attribute`, and `module:name` to `module.name`, for error messages."""
     module, _, name = place.partition(":")
     return name if "." in name or "[" in name else f"{module}.{name}"
 
 
 def _is_watched(slot: Slot) -> bool:
-    """Return whether a place may hold mutable objects of the program: the place or the value is not a library's."""
+    """Whether a global or class attribute may contain mutable objects of the user, and not only of a library."""
     return is_of_program(slot.place) or (callable(slot.value) and not is_stock(slot))

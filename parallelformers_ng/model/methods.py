@@ -77,10 +77,9 @@ _ACCESSORS = frozenset({"get_bias", "get_prefix_bias_name", "set_default_languag
 
 
 def place_of(cls: type, name: str) -> Place:
-    """Return the place of the public method `name` of a module class while its model is parallelized.
+    """Decide where the public method `name` of a module class runs while its model is parallelized.
 
-    A method that only modelling code defines is forwarded, because such methods compute with weights. Accessors are an
-    exception.
+    A method that only modelling code defines runs on the workers, because it computes with weights; accessors do not.
     """
     if name in _PLACES:
         return _PLACES[name]
@@ -96,8 +95,8 @@ def place_of(cls: type, name: str) -> Place:
 
 
 def _is_lazy(function: Callable) -> bool:
-    """Return whether a call only makes a generator, a coroutine or a context manager. Its body must run in the caller's
-    process, where the program resumes it; the modules that it calls run on the workers."""
+    """Whether a call only makes a generator, a coroutine or a context manager. Its body must run in the caller's
+    process, which resumes it; the modules that the body calls run on the workers."""
     function = inspect.unwrap(function)
     kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
     return any(kind(function) for kind in kinds)
@@ -128,8 +127,7 @@ def public_methods(cls: type) -> list[str]:
 
 @functools.cache
 def generates(cls: Any, method: Callable) -> bool:
-    """Return whether a method calls `generate`, directly or through other methods of its class, and so accepts
-    arguments of `generate`."""
+    """Whether a method calls `generate`, also through other methods of its class, and so accepts its arguments."""
     seen: set[Any] = set()
 
     def calls_generate(function: Any) -> bool:

@@ -34,7 +34,7 @@ from parallelformers_ng.worker.changed_state import Change, StateReport
 
 
 class ModelState:
-    """The state that calls have changed in one model.
+    """Keeps the tensors, buffers and attributes that calls have changed in one model.
 
     Args:
         plan: plan of the model.
@@ -47,20 +47,21 @@ class ModelState:
 
     def __init__(self, plan: ShardPlan, read: Any) -> None:
         self._plan = plan
-        self._read: Any = weakref.WeakMethod(read)  # a cycle would keep the workers of a model that the program drops
+        self._read: Any = weakref.WeakMethod(read)  # weak, so that the workers stop once the model is unreachable
         self._whole: dict[str, torch.Tensor] = {}  # storage name → tensor that calls have changed
         self.is_changed = False
-        self._count = 0  # number of changes of `whole`
-        self._sent = weakref.WeakKeyDictionary[WorkerGroup, int]()  # number of the changes that the group has
-        self._confirmed = weakref.WeakKeyDictionary[WorkerGroup, int]()  # number of the group's last report
-        self._kept_there: dict[str, tuple[WorkerGroup, str]] = {}  # what only workers have → which workers, and why
+        self._count = 0  # how often `_whole` has changed
+        self._sent = weakref.WeakKeyDictionary[WorkerGroup, int]()  # value of `_count` that the group has received
+        # Number of the group's last report that was applied.
+        self._confirmed = weakref.WeakKeyDictionary[WorkerGroup, int]()
+        self._kept_there: dict[str, tuple[WorkerGroup, str]] = {}  # attribute → the only group that has it, and why
         self._lost: dict[str, str] = {}
         self.new_buffers: dict[str, NewBuffer] = {}
         self._lock = threading.RLock()
 
     def prepare(self, group: WorkerGroup) -> int:
-        """Before a call, give the ranks of a group the state that they lack. Return the number of the group's last
-        report that this process has applied."""
+        """Before a call, send a group the changed tensors that it lacks. Return the number of the group's last report
+        that this process has applied."""
         if not self.is_changed:
             return 0
         with self._lock:
@@ -80,7 +81,7 @@ class ModelState:
         return plan.shards[rank].of(whole).contiguous() if whole.shape == plan.shape else whole
 
     def accept(self, name: str | None = None) -> None:
-        """Go on without state that is lost: all of it, or an attribute by its dotted name, which has a new value."""
+        """Let calls continue although state is lost: any state, or the attribute `name`, which has been set again."""
         if self.is_changed:
             with self._lock:
                 for known in (self._lost, self._kept_there):
@@ -109,7 +110,8 @@ class ModelState:
             self.is_changed = True
             count, is_sent = self._count, self._sent.get(group, 0) == self._count
             for (kind, path, name), changes in told.items():
-                change = max(changes.values(), key=lambda each: each.value is not None)  # the first with a value
+                # Only some ranks send the value.
+                change = max(changes.values(), key=lambda each: each.value is not None)
                 alike = len({each.digest for each in changes.values()}) == 1 and len(changes) >= everyone
                 if kind == "tensor":
                     plan = self._plan.tensors[path]
@@ -125,7 +127,8 @@ class ModelState:
                     put_attribute(attrgetter(owner)(edits.model), last, value)
                     edits.take_config(group, path, value)
                 elif not change.of_library or ((alike or failed) and not change.why_kept):
-                    # The layers of transformers keep shards of their state on the ranks.
+                    # Skip attributes of transformers' layers that differ between ranks: they are shards, and stay on
+                    # the ranks.
                     self._take_attribute(edits, group, (path, name), change, alike, failed)
             if self._count > count:
                 self._sent[group] = self._count if is_sent else -1
@@ -159,14 +162,14 @@ class ModelState:
             dict.__setitem__(table, name.rpartition(".")[2], RemoteTensor(leaf))
 
     def changed(self, name: str) -> Any:
-        """Copy of a parameter or buffer that calls have changed or registered; None for other tensors."""
+        """Return a copy of a parameter or buffer that calls have changed or registered; None for other tensors."""
         if name in self.new_buffers:
             return self.new_buffers[name].tensor.clone()
         whole = self._whole.get(self._plan.tensors[name].storage)
         return None if whole is None else whole.clone()
 
     def put_buffers(self, model: Any) -> None:
-        """Give a model whose weights are gathered the buffers that calls have registered."""
+        """Add the buffers that calls have registered to a model whose weights are gathered."""
         for name in self.new_buffers:
             path, _, short = name.rpartition(".")
             model.get_submodule(path)._buffers[short] = self.changed(name)
@@ -174,7 +177,7 @@ class ModelState:
     def _take_attribute(
         self, edits: Edits, group: WorkerGroup, where: tuple[str, str], change: Change, alike: bool, failed: bool
     ) -> None:
-        """Apply the new value of an attribute; `where` is the path of its module, and its name."""
+        """Apply the new value of an attribute; `where` is the path of its module, and the attribute's name."""
         name, module = dotted(*where), edits.model.get_submodule(where[0])
         self._kept_there.pop(name, None)
         if change.why_kept:
@@ -201,7 +204,7 @@ class ModelState:
 
 
 def _is_refilled(before: Any, value: Any) -> bool:
-    """Give an object the contents of another object of its class; return False if the object cannot take them."""
+    """Copy the contents of `value` into `before`, an object of the same class; return False if this is impossible."""
     if isinstance(before, torch.Tensor):
         fits = before.shape == value.shape and before.dtype == value.dtype and not before.requires_grad
         return bool(fits and before.copy_(value) is before)

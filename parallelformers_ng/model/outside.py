@@ -19,11 +19,11 @@ from parallelformers_ng.sharding.attributes import REMOVED
 
 
 class OutsideWeights:
-    """The values of attributes with weights, and what the weights contained at the last call.
+    """Detects changes of weights inside plain attributes of modules, such as a list of tensors.
 
     Attributes:
         known: (path of a module, name of an attribute) → value, its tensors, digests of the tensors.
-        shared: name → original values of the model's own weights whose memory other tensors of the program share.
+        shared: name → original tensor of a registered weight whose memory other tensors may share.
     """
 
     def __init__(self, model: nn.Module, attributes: Iterable[tuple[str, str, Any]]) -> None:
@@ -40,7 +40,7 @@ class OutsideWeights:
             self.known[path, name] = value, tensors, [*map(_content, tensors)]
 
     def changed(self) -> list[tuple[str, str, Any]]:
-        """Path, name and value of the attributes whose weights have changed since the last call."""
+        """Return path, name and value of each attribute whose weights have changed since they were recorded."""
         for name, original in self.shared.items():
             if is_written(original):
                 raise ParallelError(
@@ -50,7 +50,7 @@ class OutsideWeights:
                 )
         return [
             (*key, value)
-            for key, (value, tensors, contents) in [*self.known.items()]  # another call may put a value meanwhile
+            for key, (value, tensors, contents) in [*self.known.items()]  # a copy, because other threads may call `put`
             if [*map(_content, tensors)] != contents
         ]
 

@@ -56,8 +56,6 @@ class _Watched(BaseStreamer):
 class Parallelized(RemoteModule):
     """Mixin that comes before the model's own class while the model is parallelized."""
 
-    # -- devices and memory --------------------------------------------------------------------------------------------
-
     @property
     def device(self) -> torch.device:
         """Device for inputs, always CPU. The workers move inputs to their devices; outputs come back to the CPU."""
@@ -83,7 +81,7 @@ class Parallelized(RemoteModule):
         return deployment_of(self).memory("reserved")
 
     memory_cached = memory_reserved
-    memory_chached = memory_reserved  # the spelling of Parallelformers' README
+    memory_chached = memory_reserved  # misspelled as in the README of Parallelformers
 
     def memory_summary(self, detail: bool = True) -> str:
         """Return the memory of every rank as text: one table per rank, or one line if `detail` is false.
@@ -131,7 +129,7 @@ class Parallelized(RemoteModule):
         model: Any = self
         cancellation = Cancellation()
         config = kwargs.get("generation_config") or getattr(model, "generation_config", None)
-        # Beam search accepts no streamer.
+        # Cancel through a streamer if `generate` accepts a streamer; beam search does not.
         takes = inspect.signature(type(model).generate).parameters.values()
         takes_streamer = any(each.name == "streamer" or each.kind is each.VAR_KEYWORD for each in takes)
         beams = kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1
@@ -150,8 +148,6 @@ class Parallelized(RemoteModule):
         except asyncio.CancelledError:
             cancellation.cancel()
             raise
-
-    # -- end of the parallelization ------------------------------------------------------------------------------------
 
     def deparallelize(self) -> Any:
         """Stop the workers, gather the weights on CPU, and make the model an ordinary one again; return the model.
@@ -255,7 +251,7 @@ def _fetch(reference: weakref.ref[nn.Module], deployment: Deployment, name: str)
 
 
 class Ended(weakref.ref):
-    """The method `deparallelize` of a model whose parallelization has ended: a call only returns the model.
+    """Replaces the method `deparallelize` of a model that is no longer parallelized: a call only returns the model.
 
     The object is pickled as code of the standard library, so that the model can be loaded without this package.
     """
@@ -272,7 +268,7 @@ _END = Parallelized.deparallelize.__name__
 
 
 def forget_end(model: object) -> None:
-    """Remove the marker `Ended` from a model, so that `deparallelize` works after the next parallelization."""
+    """Remove the `Ended` object from a model, so that `deparallelize` works after the next `parallelize`."""
     if isinstance(model, nn.Module):
         vars(model).pop(_END, None)
 
@@ -282,7 +278,7 @@ def is_parallelized(model: object) -> bool:
 
 
 def deployment_of(model: object) -> Deployment:
-    """The workers and weights behind a parallelized model, or behind peft's wrapper of such a model."""
+    """Return the `Deployment` of a parallelized model, or of the model inside a peft wrapper."""
     remote = getattr(model, "__dict__", {}).get(REMOTE)
     if remote is None or remote.path:
         raise NotParallelizedError(f"{type(model).__name__} is not parallelized")

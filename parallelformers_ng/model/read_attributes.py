@@ -20,9 +20,9 @@ FROZEN = "the workers run the code of the model as it was when it was paralleliz
 def is_frozen_code(
     module: nn.Module, name: str, value: Any, names: Callable[[str], bool], here: Collection[str] = ()
 ) -> bool:
-    """Return whether an attribute that is about to be set or deleted is the program's code, which the ranks may run.
+    """Whether setting or deleting an attribute would change the user's code that the ranks may run.
 
-    Methods of `nn.Module` and `generate` are called in the caller's process, unless the program's code names them.
+    Methods of `nn.Module` and `generate` run only in the caller's process, unless the user's code contains their names.
     """
     before = vars(module).get(name, _ABSENT)
     value = before if value is REMOVED else value if before is not value else None
@@ -37,9 +37,9 @@ def is_frozen_code(
 
 
 def may_be_read(module: nn.Module, name: str, value: Any, names: Callable[[str], bool]) -> bool:
-    """Return whether the model's code may read an attribute that is about to be set, so that workers need the value.
+    """Whether the model's code may read an attribute that is about to be set, so that workers need the value.
 
-    The workers need the value if the program's code contains the name of the attribute, or if the module already has
+    The workers need the value if the user's code contains the name of the attribute, or if the module already has
     the attribute with another value. The workers also need the value if the class has the attribute, and that attribute
     is not callable. Otherwise, a private attribute is sent only if the module itself has the attribute and the value is
     a number, string or data type: libraries use private attributes for bookkeeping. Attributes that select peft's

@@ -37,7 +37,7 @@ FIXED = frozenset({"__class__", "forward", "use_kernels", "hf_device_map"})
 
 
 class Remote:
-    """The connection of a module of a parallelized model to the workers.
+    """Connects a module of a parallelized model to the workers.
 
     Attributes:
         parts: for the model itself, its remote submodules; otherwise empty.
@@ -59,7 +59,6 @@ class Remote:
 
     @property
     def model(self) -> Any:
-        """The parallelized model."""
         model = self._model()
         if model is None:
             raise ParallelError(f"{self.path} belongs to a parallelized model that was deleted; its weights are gone")
@@ -67,12 +66,12 @@ class Remote:
 
     @functools.cached_property
     def alone(self) -> Alone:
-        """Whether a call of this module alone gives a whole result; `Alone.UNSURE` if the plan cannot show it."""
+        """Whether a call of only this module returns its whole result; `Alone.UNSURE` if the plan does not tell."""
         return Alone.WHOLE if not self.path else alone(self.calls.deployment.plan, self.path)
 
     @functools.cached_property
     def cut(self) -> str:
-        """Readable description of how the module itself is cut; "" if it is not cut."""
+        """Readable description of how the module itself is sharded; "" if it is not sharded."""
         plan = self.calls.deployment.plan
         kinds = [layer.kind for layer in plan.layers if layer.path == self.path]
         tensor = plan.tensors.get(f"{self.path}.weight")
@@ -90,11 +89,11 @@ class Remote:
 
 
 class _NoGradients(torch.autograd.Function):
-    """The identity function of an output, with a backward pass that raises ParallelError."""
+    """The identity function, with a backward pass that raises ParallelError."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, name: str, *_: torch.Tensor) -> torch.Tensor:
-        ctx.mark_dirty(output)  # the same tensor object is returned, so the output keeps it
+        ctx.mark_dirty(output)  # makes torch return the same tensor object, and not a copy
         ctx.name = name
         return output
 
@@ -160,7 +159,7 @@ class RemoteModule(nn.Module):
         return self
 
     def _changed_by(self, move: Callable[[nn.Module], Any], recurse: bool = True) -> bool:
-        """Whether `move`, such as a call of `to`, changes a CPU tensor with the data type of any weight."""
+        """Whether `move`, such as a call of `to`, would change the data type or the device of any weight."""
         probe = nn.Module()
         for dtype in {tensor.dtype for tensor in (*self.parameters(recurse), *self.buffers(recurse))}:
             probe.register_buffer(str(len(probe._buffers)), torch.empty(0, dtype=dtype, device="cpu"))
@@ -169,7 +168,7 @@ class RemoteModule(nn.Module):
         return any(new is not old for new, old in zip(probe._buffers.values(), before, strict=True))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the whole weights on CPU, in the model's data types, to read: a change of an entry is refused.
+        """Return the whole weights on CPU, in the model's data types. The tensors are read-only.
 
         Tied entries share memory, as in any state dict.
 
@@ -195,7 +194,7 @@ class RemoteModule(nn.Module):
 
 
 def _send_attribute(module: RemoteModule, name: str, value: Any, doing: str, is_part: bool) -> bool:
-    """Have the workers set or delete an attribute if they may read it; return whether they may."""
+    """Set or delete an attribute on the workers if the model's code may read it; return whether it may."""
     if is_part or name in FIXED:
         raise ParallelError(refusal(module, f"{doing} {name}", "its modules and weights are on the workers"))
     remote = remote_of(module)
@@ -208,7 +207,7 @@ def _send_attribute(module: RemoteModule, name: str, value: Any, doing: str, is_
 
 
 class _Gathered:
-    """The whole weights of one state dict; each weight is gathered once. As `keep_vars` the object means False."""
+    """Gathers each weight of one state dict once. Passed as the argument `keep_vars`, it counts as False."""
 
     def __init__(self, advance: Progress) -> None:
         self._advance = advance
@@ -225,7 +224,7 @@ class _Gathered:
 
 
 class _Locked(dict):
-    """A read-only table of a module's parameters, buffers or children."""
+    """A read-only dict of a module's parameters, buffers or children."""
 
     def __init__(self, items: dict[str, Any], module: nn.Module) -> None:
         super().__init__(items)
@@ -256,15 +255,15 @@ def remote_of(module: nn.Module) -> Remote:
 
 
 def refusal(module: Any, what: str, why: str, advice: str = "Call deparallelize() first") -> str:
-    """Error message for an operation that a parallelized model or its submodule does not support; `why` is a clause."""
+    """Return the error message for an operation that a parallelized model does not support; `why` is a clause."""
     path = remote_of(module).path if isinstance(module, RemoteModule) else ""
     whose = f"{path} belongs to a parallelized model" if path else f"{type(module).__name__} is parallelized"
     return f"{whose} and does not support {what}: {why}. {advice}"
 
 
 def replaced(place: str, name: str, original: Callable) -> Callable:
-    """Replacement of a method. It keeps the signature, which `generate` and pipelines inspect. For a module that is not
-    remote, it runs the original method."""
+    """Return the replacement of a method for its `place` (see `place_of`). It keeps the signature, which `generate` and
+    pipelines inspect. For a module that is not remote, it runs the original."""
     run = _REPLACEMENTS[place]
 
     @functools.wraps(original)
@@ -296,7 +295,7 @@ def _forwarded(module: Any, name: str, original: Callable, args: Any, kwargs: An
 
 
 def _generated(module: Any, name: str, original: Callable, args: Any, kwargs: Any) -> Any:
-    """Run `generate` on the workers, or run its loop here."""
+    """Run `generate` on the workers if possible, and otherwise its loop in this process."""
     remote = remote_of(module)
     return remote.calls.generate(
         remote.model, module, remote.path, original, {**_by_name(original, args, kwargs), **kwargs}
@@ -319,9 +318,9 @@ _REPLACEMENTS: dict[str, Callable[[Any, str, Callable, Any, Any], Any]] = {
 
 
 def _by_name(generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Positional arguments of a `generate` by their names.
+    """Return the positional arguments of a `generate` as a dict, by name.
 
-    A `generate` of the program that takes `*args` passes them on to transformers' `generate`, which has the names.
+    A `generate` of the user that takes `*args` passes them on to transformers' `generate`, which has the names.
     """
     parameters = inspect.signature(generate).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -57,7 +57,7 @@ class PlainPart(nn.Module):
         super().__delattr__(name)
 
     def _send(self, name: str, value: Any, doing: str) -> None:
-        """Have the workers of every parallelized model with this module set or delete an attribute."""
+        """Set or delete an attribute on the workers of every parallelized model that contains this module."""
         homes = _homes.get(self, [])
         whose = f"{homes[0][1] if homes else type(self).__name__} belongs to a parallelized model and does not support"
         if name in FIXED or isinstance(value, (nn.Module, nn.Parameter)):
@@ -87,7 +87,7 @@ def enter(model: nn.Module, calls: Calls, root: type) -> None:
         if not isinstance(module, PlainPart):
             _replace_class(module, PlainPart)
         _homes.setdefault(module, []).append((weakref.ref(calls), path))
-    # Kept, because a program may replace the model's tables of modules.
+    # `leave` needs these lists, because the user may replace dicts of submodules.
     remote_of(model).parts = [module for path, module in remote if path]
     remote_of(model).plain_parts = [module for _, module in plain]
 
@@ -116,8 +116,8 @@ def leave(model: nn.Module, gather: Callable[[], None]) -> None:
 
 
 def _computes_here(module: nn.Module) -> bool:
-    """Whether a module computes the same here as on a rank: the module and its submodules have no weights or buffers,
-    and do not read `training` in `forward`."""
+    """Whether a module computes the same here as on a rank: its modules have no weights or buffers, and do not read
+    `training` in `forward`."""
     for part in module.modules():
         code = getattr(type(part).forward, "__code__", None)
         if part._parameters or part._buffers or (code is not None and "training" in code.co_names):
@@ -131,7 +131,7 @@ def _replace_class(module: nn.Module, mixin: type) -> None:
 
 
 def _restore_class(module: Any) -> None:
-    """Give a module its original class again; classes of `_replacement` and `around.surround` know it."""
+    """Give a module its original class again, which its replacement class stores as `_whole_class`."""
     object.__setattr__(module, "__class__", type(module)._whole_class)
 
 
@@ -153,7 +153,7 @@ def _as_whole(cls: _StandIn) -> Any:
 
 @functools.cache
 def _replacement(mixin: type, cls: Any) -> Any:
-    """Subclass of `cls` with the same name and module, so that saved and printed names are the original's."""
+    """Create a subclass of `mixin` and `cls` that has the name and module of `cls`, for saving and printing."""
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     own = {name for base in cls.__mro__ if not is_known(base) for name in vars(base)}
     members |= {name: inspect.getattr_static(cls, name) for name in own & _of_class(mixin)}
@@ -173,7 +173,7 @@ def _replacement(mixin: type, cls: Any) -> Any:
 
 
 def _of_class(mixin: type) -> set[str]:
-    """Return the names that a mixin only lends to a model: if the program's class has one, it is the class's."""
+    """Return the names of the mixin's methods that a class of the user may override."""
     names = {name for name in vars(mixin) if not name.startswith("_")} - {"deparallelize", "hf_device_map"}
     return names | {"state_dict", "__enter__", "__exit__", "__repr__", "__str__"}
 
@@ -209,7 +209,7 @@ def _saved(original: Callable) -> Callable:
             raise ParallelError(
                 refusal(self, f"save_pretrained({', '.join(unsupported)}=…)", "the workers have the weights")
             )
-        if getattr(self, "_hf_peft_config_loaded", False):  # transformers saves only the active adapter
+        if getattr(self, "_hf_peft_config_loaded", False):  # transformers' method then saves only the active adapters
             names: Any = self.active_adapters
             state = state_of_adapters(self, names())
             return original(self, save_directory, state_dict=state, max_shard_size=max_shard_size)

@@ -60,7 +60,7 @@ def save_sharded(
     limit = parse_size(max_shard_size)
     plan = deployment.plan
     names = saved_names(model, plan)
-    # Rank 0 reports the progress: all ranks write at the same time, and rank 0 also writes replicated tensors.
+    # The bar counts rank 0: all ranks write at the same time, and only rank 0 writes replicated tensors.
     stored = plan.as_stored
     total = sum(stored.tensors[name].bytes_on(0) for name in names)
     with (

@@ -33,10 +33,10 @@ _MAX_VALUES = 2000
 
 
 class Modes:
-    """What the code of a model can see of the caller's thread.
+    """Decides which state of the caller's thread a call must send: grad mode, and states of `random` and NumPy.
 
     Attributes:
-        seen: whether the model's code sees the grad mode, and whether it draws from `random` or NumPy.
+        seen: whether the model's code reads the grad mode, and whether it draws from `random` or NumPy.
     """
 
     def __init__(self, model: nn.Module, code: LiveCode) -> None:
@@ -51,8 +51,8 @@ class Modes:
         self.seen = tuple(map(operator.or_, self.seen, _seen_by(words)))
 
     def are_seen(self, roots: Iterable[Any]) -> tuple[bool, bool]:
-        """Whether code sees the grad mode, and whether code draws from `random` or NumPy. `roots` are further code of
-        the call: hooks, processors, criteria."""
+        """Whether code of a call reads the grad mode, and whether it draws from `random` or NumPy. `roots` are further
+        code of the call: hooks, logits processors, stopping criteria."""
         seen = [self.seen, *map(self._seen_of, roots)]
         return any(grad for grad, _ in seen), any(draws for _, draws in seen)
 
@@ -68,7 +68,7 @@ class Modes:
             if root not in self._of_roots:
                 self._of_roots[root] = _seen_by(words_reached([root]))
             return self._of_roots[root]
-        except TypeError:  # no weak reference to the object, or no hash
+        except TypeError:  # the object is unhashable or has no weak references
             return _seen_by(words_reached([root]))
 
 
@@ -77,7 +77,7 @@ def _seen_by(words: frozenset[str]) -> tuple[bool, bool]:
 
 
 def words_reached(values: Iterable[Any]) -> frozenset[str]:
-    """Return the names and strings in the program's code that is reached from values: from functions, classes, objects,
+    """Return the names and strings in the user's code that is reached from values: from functions, classes, objects,
     containers, and the global variables and modules that the code names."""
     words, seen, pending = set[str](), dict[int, Any](), [*values]
     while pending and len(seen) < _MAX_VALUES:
@@ -114,7 +114,7 @@ def words_reached(values: Iterable[Any]) -> frozenset[str]:
 
 
 def _home_of(value: Any) -> str:
-    """Return the name of the module of a function, also of a method of a hidden generator, such as `random.choice`."""
+    """Return the name of the module that defines a function or, for a method such as `random.choice`, its class."""
     return str(getattr(value, "__module__", None) or type(getattr(value, "__self__", None)).__module__)
 
 

@@ -24,7 +24,7 @@ from parallelformers_ng.worker.call import Call
 
 
 class SharedCalls:
-    """The calls of one model that share a batch.
+    """Runs calls of one model on one replica as a shared batch (continuous batching).
 
     Attributes:
         batch: calls that the current group decodes together.
@@ -38,7 +38,7 @@ class SharedCalls:
         self._edits, self._adapters, self._hooks = dispatcher.edits, dispatcher.adapters, dispatcher.hooks
         self._places = threading.Semaphore(options.rows + options.waiting)
         self._lock = threading.Lock()
-        self._coming = set[int]()  # threads that prepare a call
+        self._coming = set[int]()  # ids of threads that are about to add a call to the batch
         steps = replica.steps if replica.steps is not None and replica.steps.captured else None
         self.batch = Batch(options, trial, replica.group, steps)
 
@@ -85,8 +85,8 @@ class SharedCalls:
             self._places.release()
 
     def _positions(self, model: Any) -> int:
-        """The largest cache, in rows × tokens, whose decode steps become CUDA graphs; 0 for no CUDA graphs.
-        `sys.maxsize` stands for no limit: the caller asked for CUDA graphs."""
+        """Return the largest cache, in rows × tokens, whose decode steps become CUDA graphs; 0 for none. The result is
+        `sys.maxsize` if the caller asked for CUDA graphs."""
         steps = self.batch.steps
         if steps is None or self._hooks.present() or static_generation(model, {"max_new_tokens": 1}, steps)[1]:
             return 0
@@ -98,7 +98,7 @@ class SharedCalls:
         """Add a call to the batch and return its sequence; if the workers are restarted meanwhile, try again."""
         while True:
             group, *_ = self._replica.ready(end)
-            if not group.alive:  # and the supervisor starts no new group
+            if not group.alive:  # dead, and `ready` has started no new group
                 raise group.error()
             followed = call.objects.followed(call.objects.has_own_code) if call.objects.parts else None
             message = Call("", "generate", (), call.kwargs, adapters=call.adapters, followed=followed)
@@ -113,13 +113,13 @@ class SharedCalls:
                 sequence = ticket.wait(end)
             finally:
                 ticket.given_up = True
-                if not ticket.ended:  # the batch removes its row
+                if not ticket.ended:  # wake the batch, which removes the row of this call
                     batch.look()
             if sequence is not None:
                 return sequence
 
     def _check(self, prompt: int, tokens: int) -> None:
-        """Refuse a call that may need more tokens than the limits allow; `tokens` includes the prompt."""
+        """Raise BatchingError if a call may need more tokens than the limits allow; `tokens` includes the prompt."""
         limits = {
             "prompt_tokens": ("has a prompt of", prompt, self._options.prompt_tokens),
             "new_tokens": ("asks for", tokens - prompt, self._options.new_tokens),
@@ -133,7 +133,7 @@ class SharedCalls:
 
 
 def _refused(option: str, message: str) -> BatchingError:
-    """The error of a call that a limit, `option` of `batching=`, refuses."""
+    """Return the error for a call that exceeds a limit; `option` is the limit's name in `batching=`."""
     error = BatchingError(f"{message} with batching={{{option!r}: …}}")
     error.option = option
     return error

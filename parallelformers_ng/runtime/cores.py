@@ -27,7 +27,7 @@ def threads_of_rank(ranks: int) -> int:
 
 
 def cpus_of_ranks(world_size: int, threads: int) -> list[set[int]] | None:
-    """Return the set of CPU numbers of each rank, or None if the kernel's scheduler should place the ranks.
+    """Return the CPU numbers to which each rank is pinned, or None if the kernel's scheduler should place the ranks.
 
     Ranks are pinned only if each rank has as many threads as its equal share of this process's CPUs, rounded down.
     Ranks are not pinned if a control group's quota allows fewer CPUs. With spare CPUs, the scheduler places ranks well.
@@ -35,7 +35,8 @@ def cpus_of_ranks(world_size: int, threads: int) -> list[set[int]] | None:
     """
     cpus = sorted(os.sched_getaffinity(0))
     each = len(cpus) // world_size
-    if threads != each or usable_cpus() < len(cpus):  # `each` is 0 if there are more ranks than CPUs
+    # With more ranks than CPUs, `each` is 0 and differs from `threads`.
+    if threads != each or usable_cpus() < len(cpus):
         return None
     nodes = numa_nodes(_NODES)
     cpus.sort(key=lambda cpu: (nodes.get(cpu, 0), cpu))
@@ -45,7 +46,7 @@ def cpus_of_ranks(world_size: int, threads: int) -> list[set[int]] | None:
 def numa_nodes(directory: Path) -> dict[int, int]:
     """Return CPU number → NUMA node, from a folder like /sys/devices/system/node; empty without listed nodes."""
     node_of: dict[int, int] = {}
-    with contextlib.suppress(OSError):  # this process cannot open more files
+    with contextlib.suppress(OSError):  # no such folder, or too many open files
         for node in directory.glob("node[0-9]*"):
             for part in (node / "cpulist").read_text().strip().split(","):
                 first, _, last = part.partition("-")

@@ -16,12 +16,12 @@ _ARGUMENT_TYPES = (type(None), bool, int, float, str)
 
 @dataclass(frozen=True)
 class Description:
-    """A description of an exception.
+    """An exception of a worker in the form in which it is sent to the caller.
 
     Attributes:
-        args: arguments of the exception; None if any is not a plain value.
-        aborted: whether the exception follows from an aborted collective, usually because another rank raised.
-        attributes: attributes of the exception that are plain values, also its notes.
+        args: arguments of the exception; None if one of them is not a number, string, bool or None.
+        aborted: whether an aborted collective caused the exception, usually after an exception of another rank.
+        attributes: attributes of the exception that consist of numbers and strings, such as its notes.
     """
 
     module: str
@@ -35,7 +35,7 @@ class Description:
 
 
 def describe(error: BaseException, is_consequence: bool = False) -> Description:
-    """Return a worker's description of an exception."""
+    """Describe an exception for the caller; `is_consequence`: an aborted collective has caused it."""
     cls = type(error)
     plain = all(type(argument) in _ARGUMENT_TYPES for argument in error.args)
     text = "".join(traceback.format_exception(error))
@@ -81,12 +81,12 @@ def _is_plain(value: Any) -> bool:
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as broken:  # the traceback is reported even if __str__ fails
+    except Exception as broken:  # report the traceback even if `__str__` fails
         return f"(its __str__ raised {type(broken).__name__})"
 
 
 def _find(module: str, qualname: str) -> Any:
-    """Return the exception class with a name; None if this process has no such class."""
+    """Return the exception class with this module and name, or None if this process has not imported it."""
     owner: Any = sys.modules.get(module)
     for part in qualname.split("."):
         owner = vars(owner).get(part) if hasattr(owner, "__dict__") else None
@@ -98,11 +98,11 @@ def _rebuild_as(cls: Any, args: Any, message: str) -> WorkerError | None:
     if combined is None:
         return None
     arguments = tuple(args) if isinstance(args, list) else (message,)
-    # No constructor runs, so the signature does not matter. If `args` alone do not give the same text, return None.
+    # No `__init__` runs, so its signature does not matter. Return None if the rebuilt exception has another text.
     try:
         error = combined.__new__(combined, *arguments)
         error.args = arguments
-    except TypeError:  # the class has a `__new__` of its own
+    except TypeError:  # the class defines `__new__` with other arguments
         return None
     return error if _message(error) == message else None
 
@@ -113,5 +113,5 @@ def _combined(cls: Any) -> type[WorkerError] | None:
         return cls
     try:
         return type(cls.__name__, (WorkerError, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-    except TypeError:  # the layouts of the two bases conflict
+    except TypeError:  # Python cannot combine the memory layouts of the two bases
         return None

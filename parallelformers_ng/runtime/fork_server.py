@@ -27,7 +27,7 @@ from parallelformers_ng.collectives.control_groups import kernel_text
 from parallelformers_ng.runtime import titles, worker
 from parallelformers_ng.runtime.spawn import poll_of
 
-# Format of a report about a rank (int32). First report: process id, or negative errno. Second report: exit code.
+# A report about a rank is an int32. The first report is the process id, or minus an errno; the second, the exit code.
 NUMBER = struct.Struct("<i")
 
 # Names of threads that a fork does not need. jemalloc, which pyarrow starts, does without its thread in a fork
@@ -37,7 +37,8 @@ _NEEDLESS_THREADS = {"jemalloc_bg_thd"}
 # (https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html).
 _NOT_INITIALIZED = 3
 
-_DESCRIPTORS = 6  # per request: socket, lifeline, standard error, standard output, folder, socket for reports
+# Descriptors in a request: socket, lifeline, standard error, standard output, folder, socket for reports.
+_DESCRIPTORS = 6
 
 
 def main() -> None:
@@ -56,7 +57,7 @@ def main() -> None:
     importlib.import_module(imports)
     if reason := _why_no_forks():
         print(reason, file=sys.stderr, flush=True)
-        os._exit(1)  # sys.exit would wait for threads
+        os._exit(1)  # `sys.exit` would wait for the threads that an import has started
     # The objects of the imports are never freed. freeze() makes the collector skip them; otherwise its first pass in a
     # rank would write to every page, and ranks would no longer share the pages.
     gc.collect()
@@ -68,7 +69,8 @@ def _why_no_forks() -> str | None:
     numbers = [number for number in os.listdir("/proc/self/task") if int(number) != os.getpid()]
     names = sorted(kernel_text(f"/proc/self/task/{number}/comm") for number in numbers)
     threads = [name for name in names if name not in _NEEDLESS_THREADS]
-    if needed := [name for name in threads if not name.startswith("cuda")]:  # threads of the driver
+    # Threads of the CUDA driver are judged below.
+    if needed := [name for name in threads if not name.startswith("cuda")]:
         return f"an import has started {len(needed)} threads ({', '.join(needed)}), which a fork would lack"
     pid = _fork_quietly()
     if pid == 0:
@@ -79,23 +81,23 @@ def _why_no_forks() -> str | None:
 
 
 def _cannot_use_devices(asks_driver: bool) -> bool:
-    """Ask in a fork, because torch knows only of what torch has initialized; the driver knows more."""
+    """Whether forks could not use CUDA devices. Runs in a fork, because asking the driver may initialize it."""
     import torch
 
     return torch.cuda._is_in_bad_fork() or (asks_driver and ctypes.CDLL("libcuda.so.1").cuInit(0) == _NOT_INITIALIZED)
 
 
 def _fork_quietly() -> int:
-    """Fork without Python's warning about threads; `_why_no_forks` has judged the threads of this process."""
+    """Fork without Python's warning about threads, because `_why_no_forks` checks the threads of this process."""
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         return os.fork()
 
 
 class _Server:
-    """The loop of the server.
+    """Forks ranks on request, and reports their process ids and exit codes.
 
     Args:
-        lifeline: reading end of the pipe whose closing makes the kernel kill this process.
+        lifeline: read end of a pipe; the kernel kills this process when the write end closes.
         watched: pidfds of the caller and of this process; a rank ends if either process ends.
     """
 
@@ -122,7 +124,7 @@ class _Server:
             *rank, report_fd = descriptors
             self._fork(rank, socket.socket(fileno=report_fd))
             descriptors = rank
-        for fd in descriptors:  # at the limit of open files, some are missing: closing the report tells the caller
+        for fd in descriptors:  # too many open files: closing `report_fd` tells the caller
             os.close(fd)
         return bool(message)
 
@@ -153,7 +155,7 @@ class _Server:
             socket.send_fds(report, [NUMBER.pack(number)], descriptors)
 
     def _become_rank(self, descriptors: Sequence[int], report: socket.socket) -> NoReturn:
-        """Make this forked process equal to a fresh process, and run the worker in it."""
+        """Make this fork equal to a fresh process, and run a worker in it."""
         try:
             control, lifeline, errors, output, folder = descriptors
             for pidfd, (_, other) in self._ranks.items():
@@ -162,14 +164,14 @@ class _Server:
             report.close()
             self._requests.close()
             os.close(self._lifeline)
-            os.setpgid(0, 0)  # as `spawn` does
+            os.setpgid(0, 0)  # a process group of its own, as in `spawn.Spawned`
             os.fchdir(folder)
             os.dup2(output, 1)
             os.dup2(errors, 2)
             for fd in (errors, output, folder):
                 os.close(fd)
             sys.argv = [worker.__file__, str(control), str(lifeline), sys.argv[3]]
-            # Reset state of the server that a fresh process would not have. Python itself reseeds `random` in a fork.
+            # Reset state that a fresh process would not have. Python itself reseeds `random` in a fork.
             import numpy as np
             import torch
 

@@ -25,9 +25,9 @@ from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 log = logging.getLogger("parallelformers_ng")
 
-SWITCH = "PARALLELFORMERS_NG_FORK_SERVER"  # environment variable; if it is 0, every rank is started as a fresh process
+SWITCH = "PARALLELFORMERS_NG_FORK_SERVER"  # environment variable; 0 starts every rank as a fresh process
 
-# Prefixes of variables that Python or a library reads at start or import; a fork keeps the values of that time.
+# Prefixes of environment variables that Python or a library reads at its start. A fork keeps their old values.
 _READ_AT_START = (
     "ATEN_", "BLIS_", "DNNL_", "GLIBC_", "GOMP_", "HF_", "HUGGINGFACE_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_",
     "MKL_", "NUMEXPR_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "SSL_", "TORCH", "TRANSFORMERS_", "TZ",
@@ -36,7 +36,7 @@ _INHERITED = ("Uid", "Gid", "Groups", "Umask", "Cap", "NoNewPrivs", "Seccomp", "
 
 
 class Fork:
-    """A rank that was requested from a fork server; `pid` is 0 before `await_start`."""
+    """A rank that was requested from a fork server; `pid` is 0 until `await_start` returns True."""
 
     def __init__(self, server: ForkServer, link: ChildLink) -> None:
         self.pid, self.pidfd = 0, -1
@@ -51,7 +51,7 @@ class Fork:
             nowhere = theirs.enter_context(open(os.devnull, "w"))
             output = 1 if os.path.exists("/proc/self/fd/1") else nowhere.fileno()
             descriptors = [*link.theirs, link.log, output, folder, their_report.fileno()]
-            with contextlib.suppress(BrokenPipeError):  # the server has ended; `await_start` will notice
+            with contextlib.suppress(BrokenPipeError):  # the server has ended, which `await_start` will report
                 socket.send_fds(server.link.connection, [b"f"], descriptors, socket.MSG_NOSIGNAL)
             ours.pop_all()
         server.forks.add(self)
@@ -74,9 +74,9 @@ class Fork:
         return True
 
     def exit_code(self, seconds: float) -> int | None:
-        """Wait up to `seconds` for the end of the rank and return its exit code, or minus the signal that killed it.
+        """Wait up to `seconds` for the end of the rank; return its exit code, or minus the signal that killed it.
 
-        None if the rank does not end in time, or if the server has ended, so that the code is unknown.
+        Return None if the rank does not end in time, or if the server, which knows the code, has ended.
         """
         if self._code is None and is_readable(self._report.fileno(), seconds):
             message = self._report.recv(fork_server.NUMBER.size)
@@ -95,14 +95,15 @@ class Fork:
 
 
 class ForkServer:
-    """The caller's side of a fork server. The server ends after no rank and no code of this process uses the server."""
+    """The caller's side of a fork server, which ends when neither a rank nor code of this process refers to it."""
 
     def __init__(self, inheritance: object, imports: str) -> None:
         self.inheritance = inheritance
         self.imports = imports
         self.link = ChildLink("fork-server")
         try:
-            # If an import asks for devices, NVML must answer: after a CUDA initialization, forks could not use devices.
+            # An import may count devices. With this setting torch counts them by NVML; CUDA, once initialized, does not
+            # survive a fork.
             environment = spawn.environment_of_worker(threads=1) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
             self._process = Spawned(fork_server.__name__, self.link, environment, imports)
         except BaseException:
@@ -129,7 +130,7 @@ class ForkServer:
         return self.link.log_tail(start)
 
     def forget(self) -> None:
-        """Close this process's descriptors without ending the server; for a forked child of the caller."""
+        """Close this process's descriptors without ending the server. Called in a forked child of the caller."""
         self._end.detach()
         self.link.close()
         self._process.close()
@@ -156,7 +157,7 @@ def running(imports: str | None = None) -> ForkServer | None:
             code = _newest.exit_code()
             if code is None and imports in (None, _newest.imports):
                 return _newest
-            if code is not None and code > 0:  # a new server would fail in the same way
+            if code is not None and code > 0:  # the server must not fork, and a new server would find the same
                 return None
         try:
             _newest = ForkServer(inheritance, imports or "torch")
@@ -168,7 +169,7 @@ def running(imports: str | None = None) -> ForkServer | None:
 
 
 def _end(process: Spawned, link: ChildLink, forks: weakref.WeakSet[Fork]) -> None:
-    """End a server that has no ranks: the kernel kills the server when its lifeline closes.
+    """End a server without ranks, by closing its lifeline, so that the kernel kills the server.
 
     At interpreter exit a daemon thread may still wait for a request to ranks, and must not see an error. A server with
     ranks is therefore not ended here; the server and its ranks end with this process.
@@ -181,9 +182,9 @@ def _end(process: Spawned, link: ChildLink, forks: weakref.WeakSet[Fork]) -> Non
 
 
 def _forget_in_forked_child() -> None:
-    # While any process has a copy of the lifeline open, the server cannot notice the end of its parent.
     global _newest, _lock
     _newest, _lock = None, threading.Lock()
+    # With an open copy of its lifeline, a server would not notice the end of its parent.
     for server in list(_all):
         server.forget()
 
@@ -192,7 +193,7 @@ os.register_at_fork(after_in_child=_forget_in_forked_child)
 
 
 def _inheritance() -> tuple[object, ...]:
-    """Return the state that a process inherits from this thread, except for values that every request contains."""
+    """Return the state that a new process inherits from this thread, except for values that every request contains."""
     status = kernel_text("/proc/thread-self/status").splitlines()
     return (
         [line for line in status if line.startswith(_INHERITED)],

@@ -7,7 +7,7 @@ import ctypes
 
 import torch
 
-TRIM_EVERY = 64 << 20  # number of bytes to free or read before the next call of `trim_heap`
+TRIM_EVERY = 64 << 20  # call `trim_heap` after each 64 MiB that were freed or read
 
 
 def give_back_freed() -> None:
@@ -21,6 +21,5 @@ def give_back_freed() -> None:
 
 
 def trim_heap() -> None:
-    """Return freed heap pages to the system."""
-    with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc have no malloc_trim
+    with contextlib.suppress(OSError, AttributeError):  # only glibc has `malloc_trim`
         ctypes.CDLL(None).malloc_trim(0)

@@ -62,8 +62,8 @@ class WorkerGroup:
         check_process: function without arguments that raises WrongProcessError in a process other than `owner`.
         hosts: the `Hosts` that started the ranks; None if this process started the ranks.
         user: weak reference to the object that uses the group, or None; see `in_use`.
-        submit, do_later: the methods of `RequestLoop`: queue a request without waiting for its answers, and have the
-            group's thread call a function later.
+        submit: method of `RequestLoop` that queues a request without waiting for its answers.
+        do_later: method of `RequestLoop` that makes the group's thread call a function later.
         wait_until_over: function that waits until the group has ended completely, after one of its workers has died.
 
     Raises:
@@ -103,7 +103,7 @@ class WorkerGroup:
         self.owner, self.check_process = self._processes.owner, self._processes.check_process
         self._loop = RequestLoop(self._processes)
         self.submit, self.do_later, self.wait_until_over = self._loop.submit, self._loop.do_later, self._loop.join
-        self._in_event: set[int] = set()  # ids of threads that are running an on_event
+        self._in_event: set[int] = set()  # ids of threads that run an `on_event` now, and may not send requests
         weakref.finalize(self, self._loop.leave)
         settings = startup.StartSettings(target, imports, backend, timeout, start_timeout, threads)
         names = ["cpu"] * world_size if device == "cpu" else self.device_names
@@ -112,7 +112,7 @@ class WorkerGroup:
         except BaseException:
             self._processes.end()
             raise
-        self._deaths = select.epoll()  # several threads may poll at once, which select.poll refuses
+        self._deaths = select.epoll()  # epoll, because several threads may poll at once, which `select.poll` refuses
         if wait:
             self.wait_until_ready()
 
@@ -285,13 +285,13 @@ class WorkerGroup:
                 self._end_because(raised)
             raise
         if error is not None:
-            if isinstance(error, torch.AcceleratorError):  # every later operation of that process would fail
+            if isinstance(error, torch.AcceleratorError):  # all later operations on this device would fail, too
                 text = f"the worker group was ended, because the device of rank {error.rank} failed: {error}"
                 self._end_because(GroupError(text))
             try:
                 raise error
             finally:
-                del error  # the exception refers to this frame, which must not refer to the exception
+                del error  # breaks a reference cycle: the exception refers to this frame
         return values
 
     def _end_because(self, cause: GroupError, patience: float = 0.0) -> None:

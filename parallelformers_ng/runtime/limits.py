@@ -49,7 +49,7 @@ def deadline(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def turn(lock: threading.RLock, latest: float, late: str) -> Iterator[None]:
-    """Hold a lock in this context, after a wait for other threads."""
+    """Hold a lock inside the `with` block. If the lock is not free by `latest`, raise DeadlineExpiredError(late)."""
     if not lock.acquire(timeout=min(max(0.0, latest - time.monotonic()), threading.TIMEOUT_MAX)):
         raise DeadlineExpiredError(late)
     try:
@@ -59,11 +59,12 @@ def turn(lock: threading.RLock, latest: float, late: str) -> Iterator[None]:
 
 
 class Cancellation:
-    """A switch with which one thread cancels the requests of another thread."""
+    """Lets one thread cancel the requests of another thread."""
 
     def __init__(self) -> None:
         self.asked = False
-        # `cancel` calls `wake`. A thread that is about to sleep sets `wake` first and then checks `asked`.
+        # `cancel` sets `asked` and then calls `wake`. So a thread that is about to sleep sets `wake` first, then checks
+        # `asked`.
         self.wake: Callable[[], object] = lambda: None
 
     def cancel(self) -> None:

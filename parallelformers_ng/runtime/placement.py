@@ -17,7 +17,7 @@ from parallelformers_ng.errors import PlacementError, StartupError, UnsupportedP
 log = logging.getLogger("parallelformers_ng")
 _say_once = functools.cache(log.warning)
 
-NCCL_PHASE = "connecting to its peers by NCCL"  # phase that a rank reports while it connects with NCCL, which may hang
+NCCL_PHASE = "connecting to its peers by NCCL"  # reported by a rank while it connects, which may hang with NCCL
 NCCL_REMEDY = (
     " NCCL hangs on machines where copies between devices do not work, for example virtual machines or machines with an"
     " IOMMU: NCCL_P2P_DISABLE=1 in the environment turns these copies off."
@@ -113,7 +113,7 @@ def take_device(device: torch.device) -> None:
     The caller counts devices with NVML, which needs no CUDA context. CUDA may have fewer devices: CUDA shows a process
     only one slice of a device in MIG mode, and a driver may be too old for a listed device.
     """
-    listed = torch.cuda.device_count()  # counted by NVML, the same as in the caller
+    listed = torch.cuda.device_count()  # torch counts by NVML, as in the caller, until CUDA is initialized
     try:
         torch.cuda.set_device(device)
     except RuntimeError as error:

@@ -17,14 +17,14 @@ from parallelformers_ng.wire.frame import FrameKind
 
 
 class Processes:
-    """The workers of a group and their shared arena, which are released together at the end of the group.
+    """The worker processes of a group and their shared arena, all of which end together.
 
     Attributes:
         arena: the `Arena` of the collectives; for ranks that agents start, their `Hosts`, which has the same methods.
         quiet_cpus: CPUs on which no rank spins, for the group's thread; empty if there are none, or if the ranks may
             run on any CPU.
-        why_over: function that makes the callers' error; None if no reason was noted yet. A worker's death counts only
-            after it was noticed.
+        why_over: function that returns the error for callers; None as long as the group can serve calls, as far as
+            this process has noticed.
     """
 
     def __init__(self, arena: Any, device_names: Sequence[str]) -> None:
@@ -38,7 +38,7 @@ class Processes:
         self.quiet_cpus: set[int] = set()
         self.owner = os.getpid()
         self._ending = threading.Lock()
-        self._descriptors = threading.Lock()  # lock for closing descriptors, and for their use by other threads
+        self._descriptors = threading.Lock()  # held while descriptors are closed, or used by other threads
         self._closed = False
         _live.add(self)
 
@@ -58,7 +58,7 @@ class Processes:
         if self.why_over is not None:
             raise self.why_over()
         if threading.current_thread().daemon:
-            threading.Event().wait()  # the interpreter is exiting; an error here would only confuse
+            threading.Event().wait()  # at interpreter exit, an error here would only confuse
         raise GroupClosedError("the worker group has ended, because the interpreter is shutting down")
 
     def note_reason(self, cause: GroupError) -> None:
@@ -68,7 +68,7 @@ class Processes:
         self.why_over = self.why_over or self.workers[rank].death(self._device_names[rank])
 
     def kill(self) -> None:
-        """Abort the collectives and kill all workers; the thread that waits for the workers cleans up afterwards."""
+        """Abort the collectives and kill all workers. The thread that waits for the workers then closes descriptors."""
         with self._descriptors:
             if not self._closed:
                 self.arena.abort()
@@ -76,9 +76,9 @@ class Processes:
                     worker.kill()
 
     def dismiss(self, patience: float) -> None:
-        """Ask all workers, which must be idle, to exit; then call `end`.
+        """Send all workers, which must be idle, a message to exit; then call `end`.
 
-        If a worker cannot be asked, return at once, without a call of `end`.
+        If the message cannot be sent to a worker, return at once, without calling `end`.
         """
         try:
             for worker in self.workers:
@@ -108,7 +108,7 @@ class Processes:
         if self.rendezvous is not None:
             os.close(self.rendezvous)
             self.rendezvous = None
-        self.arena.close()  # first: its thread may still report ends of workers
+        self.arena.close()  # close the arena first, because its thread may still report ends of workers
         for worker in self.workers:
             worker.close()
         _live.discard(self)
@@ -118,7 +118,7 @@ _live: weakref.WeakSet[Processes] = weakref.WeakSet()
 
 
 def _close_in_forked_child() -> None:
-    # While any process has a copy of the sockets open, the workers cannot notice the end of their parent.
+    # Close the child's copies of the sockets: with open copies, workers would not notice the end of their parent.
     for processes in list(_live):
         processes.close()
 

@@ -19,7 +19,7 @@ from parallelformers_ng.wire.frame import Frame, FrameKind
 from parallelformers_ng.wire.message import Encoded, decode, encode
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Answers = dict[int, Frame]  # rank → answer frame of the rank, not yet decoded
+Answers = dict[int, Frame]  # rank → the rank's answer, a frame that is not decoded yet
 
 
 def call_of(method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Encoded:
@@ -31,7 +31,7 @@ class Request:
 
     Attributes:
         arguments: arguments of one rank, for texts about the request.
-        seconds: time between setting the deadline and the deadline.
+        seconds: time from the call of `set_deadline` to the deadline.
         updates: messages for the ranks that arrived after the arguments; see `FrameKind.UPDATE`.
     """
 
@@ -48,11 +48,11 @@ class Request:
         self.deadline, self.seconds = deadline, deadline - time.monotonic()
 
     def prepare(self) -> bool:
-        """Decide at the request's turn, in the group's thread, whether to send the request."""
+        """Decide, in the group's thread and at the request's turn, whether to send the request."""
         return True
 
     def put(self, item: Frame | Answers | GroupError | None) -> None:
-        """Give the caller an event frame, or the last item: the answers, an error, or None if the group ended."""
+        """Put an item into the caller's queue: an event, or the last item: answers, an error, or None at the end."""
         self._inbox.put(item)
         if self.given_up:
             self.discard()
@@ -68,7 +68,8 @@ class Request:
                     raise self.expired() from None
                 if pause < math.inf:
                     raise
-        return self._inbox.get(timeout=None if pause == math.inf else pause)  # the group's thread enforces the deadline
+        # No deadline here: the group's thread enforces it.
+        return self._inbox.get(timeout=None if pause == math.inf else pause)
 
     def expired(self) -> DeadlineExpiredError:
         return DeadlineExpiredError(
@@ -76,7 +77,7 @@ class Request:
         )
 
     def discard(self) -> None:
-        """Close the file descriptors in items that the caller will not read."""
+        """Close the file descriptors of the frames that the caller will not read."""
         while not self._inbox.empty():
             try:
                 item = self._inbox.get_nowait()
@@ -104,7 +105,7 @@ def brief(value: Any) -> str:
 
 
 def read(answers: Answers) -> tuple[list[Any], WorkerError | None]:
-    """Decode the answers; also return the exception that best explains the failure, if ranks raised."""
+    """Decode the answers. If ranks raised exceptions, also return the exception that explains the failure best."""
     values: list[Any] = [None] * len(answers)
     raised: dict[int, Any] = {}
     try:
@@ -120,5 +121,5 @@ def read(answers: Answers) -> tuple[list[Any], WorkerError | None]:
         return values, None
     errors = {rank: failures.rebuild(rank, description) for rank, description in raised.items()}
     broken = [error for error in errors.values() if isinstance(error, torch.AcceleratorError)]
-    # The exception of the lowest rank without an aborted collective explains a failure best.
+    # Prefer an exception that no aborted collective has caused, then the lowest rank.
     return values, broken[0] if broken else errors[min(raised, key=lambda rank: (raised[rank].aborted, rank))]

@@ -29,19 +29,19 @@ from parallelformers_ng.wire.frame import Flag, FrameKind, Packed
 from parallelformers_ng.wire.message import Encoded, pack
 from parallelformers_ng.wire.transport import SPIN_SECONDS, wait
 
-GOODBYE_SECONDS = 2.0  # time that idle workers get to exit after the group was closed
-STRAGGLER_SECONDS = 10.0  # time that workers get to leave a cancelled request before the group is ended
+GOODBYE_SECONDS = 2.0  # seconds that idle workers have to exit after the group was closed
+STRAGGLER_SECONDS = 10.0  # seconds that workers have to leave a cancelled request before the group ends
 
-# Looked up once, because in Python 3.11 reading an enum member costs a function call.
+# Read these enum members once, because in Python 3.11 each access costs a function call.
 _REQUEST, _ERROR, _EVENT = FrameKind.REQUEST, FrameKind.ERROR, FrameKind.EVENT
 _ANSWERS = frozenset({FrameKind.RESULT, FrameKind.DONE, _ERROR})
 
 
 class RequestLoop:
-    """Serves requests in the order of their arrival, until the group ends. The loop has no reference to the
-    `WorkerGroup`, so that the group can be garbage-collected."""
+    """Sends requests to the workers in the order of their arrival, until the group ends. The loop has no reference to
+    the `WorkerGroup`, so that the group can be garbage-collected."""
 
-    _partner: Worker  # worker with which messages were exchanged last; after a ChannelClosedError, the ended worker
+    _partner: Worker  # worker of the latest message; after a ChannelClosedError, the worker that has ended
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
@@ -72,8 +72,6 @@ class RequestLoop:
         self._worker_of = {fd: each for each in workers for fd in (each.pidfd, each.channel.fileno())}
         self._thread.start()
 
-    # -- for all threads -----------------------------------------------------------------------------------------------
-
     @property
     def busy(self) -> bool:
         return self._current is not None or bool(self._waiting)
@@ -82,15 +80,15 @@ class RequestLoop:
         """Queue a request; if the group has ended, the request gets None as its last item. Any thread may call this."""
         self._waiting.append(request)
         os.eventfd_write(self._wakeup, 1)
-        if self._processes.ended:  # the thread may not look at the queue any more
+        if self._processes.ended:  # the group's thread may have read the queue for the last time
             self._fail_waiting()
 
     def do_later(self, function: Callable[[], object]) -> None:
-        """Have the group's thread call a function after it has sent the next request, or when no request is waiting."""
+        """Make the group's thread call a function after it has sent the next request, or now if no request waits."""
         self._later.append(function)
 
     def update(self, request: Request, message: Encoded) -> None:
-        """Send a message to all ranks while they run a request; without effect if a rank has answered already."""
+        """Send a message to all ranks while they run a request. No effect if a rank has answered already."""
         request.updates.append(message)
         os.eventfd_write(self._wakeup, 1)
 
@@ -101,7 +99,7 @@ class RequestLoop:
         os.eventfd_write(self._wakeup, 1)
 
     def stop(self, patience: float = 0.0) -> None:
-        """End the workers, and wait for their end. Waiting and running requests end with an error."""
+        """End the workers, and wait for their end. Waiting and running requests get an error."""
         if not self._thread.is_alive():
             self._processes.end()
             return
@@ -125,17 +123,15 @@ class RequestLoop:
                 self.stop()
 
     def _fail_waiting(self) -> None:
-        with contextlib.suppress(IndexError):  # no request is left; other threads may take some
+        with contextlib.suppress(IndexError):  # the queue is empty; other threads may empty it, too
             while True:
                 self._waiting.popleft().put(None)
-
-    # -- in the group's thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         last: RequestTimeoutError | None = None
         if self._processes.quiet_cpus:
-            # On the CPU of a rank that spins, this thread would double the time of a short request.
-            with contextlib.suppress(OSError):  # a CPU may be gone since the start
+            # Do not share a CPU with a rank that polls actively: a short request would take twice as long.
+            with contextlib.suppress(OSError):  # the CPUs may have been taken offline
                 os.sched_setaffinity(0, self._processes.quiet_cpus)
         try:
             while self._next():
@@ -175,7 +171,7 @@ class RequestLoop:
         elif request.prepare() and self._send(request):
             self._run_later_functions()
             self._collect(request)
-        self._current = None  # drop the reference, which may keep the group alive
+        self._current = None  # the request may refer to the group, and would keep it alive
 
     def _run_later_functions(self) -> None:
         later, self._later = self._later, []
@@ -183,15 +179,15 @@ class RequestLoop:
             function()
 
     def _send(self, request: Request) -> bool:
-        """Send a request to all ranks. Without memory for the messages, nothing is sent: the request gets the error,
-        and the method returns False."""
+        """Send a request to all ranks. If memory for its messages is lacking, give it the error and return False."""
         flags = request.flags | (Flag.RESET if self._needs_reset else 0)
         packed: list[Packed] = []
         self._answers = {}
         try:
             packed.extend(pack(_REQUEST, self._sequence + 1, message, flags) for message in request.messages)
             if self._needs_reset:
-                # All ranks are idle now, so the arena can be reset. Flag.RESET makes each rank reset its side.
+                # All ranks are idle, so this process can reset the arena; each rank resets its communicator because of
+                # `Flag.RESET`.
                 self._processes.arena.reset()
             self._sequence += 1
             for worker in self._processes.workers:
@@ -209,7 +205,7 @@ class RequestLoop:
         return True
 
     def _collect(self, request: Request) -> None:
-        """Give the request the events and answers of all ranks. If its caller gives it up, cancel it on the ranks."""
+        """Pass events and answers of all ranks to the request. If its caller has given up, cancel it on the ranks."""
         deadline = request.deadline
         spin_until = min(time.monotonic() + SPIN_SECONDS, deadline) if self._spins else 0.0
         cancelled = False
@@ -226,14 +222,15 @@ class RequestLoop:
                     worker = due if due.channel.spin(spin_until) else self._ready(deadline)
                     if worker is not None:
                         self._take(request, worker, deadline)
-                    elif self._processes.why_over is not None:  # closed by another thread
+                    elif self._processes.why_over is not None:  # another thread has closed the group
                         self._processes.kill()
         except BaseException:
             for frame in self._answers.values():
                 frame.discard()
             raise
         failed = any(frame.kind is _ERROR for frame in self._answers.values())
-        self._needs_reset = failed and self._processes.arena.aborted  # otherwise all ranks stopped at the same step
+        # Without an abort, all ranks stopped at the same step.
+        self._needs_reset = failed and self._processes.arena.aborted
         request.put(self._answers)
 
     def _send_update(self, request: Request, message: Encoded, deadline: float) -> None:
@@ -248,7 +245,7 @@ class RequestLoop:
             packed.close()
 
     def _take(self, request: Request, worker: Worker, deadline: float) -> None:
-        """Receive a frame of a worker: an answer or, from rank 0, an event."""
+        """Receive one frame from a worker: its answer, or an event of rank 0."""
         self._partner, rank = worker, worker.rank
         frame = worker.channel.receive(deadline)
         if frame.sequence != self._sequence:
@@ -263,7 +260,7 @@ class RequestLoop:
             raise ProtocolError(f"rank {rank} sent {frame.kind.name} instead of an answer")
 
     def _ready(self, deadline: float) -> Worker | None:
-        """Sleep until a frame arrives, and return the worker that sent it; return None if `wakeup` woke the thread."""
+        """Sleep until a frame arrives, and return the worker that sent it; None if another thread woke this thread."""
         for worker in self._processes.workers:
             if worker.channel.has_more:
                 return worker
@@ -283,7 +280,7 @@ class RequestLoop:
         return self._worker_of[fds[0]] if fds else None
 
     def _late(self, request: Request) -> RequestTimeoutError:
-        """Note that the group ends because of a late request, and return the error of that request."""
+        """Record that the group ends because a request is late, and return the error for that request."""
         unanswered = [worker.rank for worker in self._processes.workers if worker.rank not in self._answers]
         text = f"{request.method!r} ran past its deadline of {request.seconds:.3g} s; no answer from ranks {unanswered}"
         why = f"the worker group was ended, because an earlier request {text}"

@@ -30,7 +30,7 @@ from parallelformers_ng.wire.message import NOTHING, decode, pack
 from parallelformers_ng.wire.signed import Session, SignedChannel
 from parallelformers_ng.wire.transport import SPIN_SECONDS, Channel
 
-# Looked up once, because in Python 3.11 reading an enum member costs a function call.
+# Read these enum members once, because in Python 3.11 each access costs a function call.
 _REQUEST, _DONE = FrameKind.REQUEST, FrameKind.DONE
 
 
@@ -39,7 +39,7 @@ class Emitter:
 
     Attributes:
         sequence: number of the running request, the same number as in `Arena.request_cancel`.
-        updates: what other threads of the caller changed in the arguments since; see `has_update`.
+        updates: received changes that other threads of the caller made to the arguments; see `has_update`.
     """
 
     def __init__(self, channel: Channel, rank: int, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class Emitter:
             self._channel.send(FrameKind.EVENT, self.sequence, value, place="event")
 
     def has_update(self) -> bool:
-        """Return whether an update of the running request has arrived; does not wait for one."""
+        """Whether an update of the running request has arrived. Does not wait for one."""
         while self._channel.spin(0.0):
             frame = self._channel.receive()
             if frame.kind is not FrameKind.UPDATE:
@@ -66,13 +66,13 @@ class Emitter:
 
 @dataclass
 class Service:
-    """Runs the parent's requests on the target, one after another."""
+    """Runs the requests of the parent process on the target object, one after another."""
 
     channel: Channel
     target: Any
     communicator: Communicator
     emit: Emitter
-    spins: bool  # whether to poll actively for the next request before sleeping, which needs a spare CPU
+    spins: bool  # whether to poll for a request before sleeping, which needs a spare CPU
     device: torch.device
 
     def serve(self) -> None:
@@ -83,7 +83,7 @@ class Service:
         """
         while frame := self._next():
             if frame.flags & Flag.RESET:
-                self.communicator.reset()  # if this fails, the process ends, so that its peers do not wait
+                self.communicator.reset()  # if this fails, the process ends; its peers would otherwise wait
             try:
                 value = self._run(**decode(frame, self.device if frame.flags & Flag.TO_DEVICE else None))
                 if abort_error := self.communicator.why_void():
@@ -93,20 +93,20 @@ class Service:
                     self.channel.send(FrameKind.RESULT, frame.sequence, value, place="result")
                 else:
                     self.channel.send_packed(pack(_DONE, frame.sequence, NOTHING))
-            except BaseException as error:  # the caller gets every exception, also SystemExit
+            except BaseException as error:  # the caller gets each exception, also SystemExit
                 is_consequence = self.communicator.why_void() is not None
                 if not self.communicator.all_ended(frame.sequence):
                     self.communicator.abort(f"rank {self.communicator.rank} raised {type(error).__name__}")
                 self.channel.send(FrameKind.ERROR, frame.sequence, failures.describe(error, is_consequence))
-            if self.communicator.why_void():  # the error and its frames no longer keep device memory
+            if self.communicator.why_void():  # not in `except`, where the error keeps device memory
                 self.communicator.clear_up()
 
     def _next(self) -> Frame | None:
-        if self.spins:  # an answer is often followed by the next request
+        if self.spins:  # the caller often sends the next request soon after an answer
             self.channel.spin(time.monotonic() + SPIN_SECONDS)
         frame, due = self.channel.receive(), self.emit.sequence + 1
         self.emit.updates = []
-        while frame.kind is FrameKind.UPDATE:  # of the last request, which ended meanwhile
+        while frame.kind is FrameKind.UPDATE:  # skip updates that came after their request had ended
             frame.discard()
             frame = self.channel.receive()
         if frame.kind is _REQUEST and frame.sequence == due:
@@ -124,7 +124,7 @@ class Service:
 
 
 def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
-    """Join the group, build the target and return its `Service`; on failure, send the parent the error and return None.
+    """Join the group, build the target and return its `Service`. After an error, send it to the parent and return None.
 
     The function sets `sys.path`, the environment variables, the CPUs and the thread counts of this process. After a
     successful start, standard error is the parent's, and ranks other than rank 0 show no warnings.
@@ -135,15 +135,15 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         os.environ.clear()
         os.environ.update(boot["environment"])
         if boot["cpus"]:
-            with contextlib.suppress(OSError):  # a sandbox may forbid it
+            with contextlib.suppress(OSError):  # a sandbox may forbid pinning
                 os.sched_setaffinity(0, boot["cpus"])  # later threads of this process inherit the CPUs
         torch.set_num_threads(boot["threads"])
-        threadpool_limits(boot["threads"])  # for numpy, which otherwise reads the setting only at import
+        threadpool_limits(boot["threads"])  # numpy's libraries read their environment variables only at import
         channel.send(FrameKind.EVENT, 0, f"importing {boot['target']}")
         module, _, name = boot["target"].partition(":")
         cls = getattr(importlib.import_module(module), name)
 
-        span = boot["span"]  # facts about several hosts; None on one host
+        span = boot["span"]  # None if all ranks are on one host
         counts, number = (span["counts"], span["number"]) if span else ([boot["world_size"]], 0)
         rank, world_size, device = sum(counts[:number]) + boot["rank"], sum(counts), torch.device(boot["device"])
         records.send_records(rank, socket.socket(fileno=boot["records"].fd))
@@ -152,7 +152,7 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
             take_device(device)
         uses_nccl = chosen_backend(boot["backend"], device.type) == "nccl" and world_size > 1
         channel.send(FrameKind.EVENT, 0, NCCL_PHASE if uses_nccl else "connecting to its peers")
-        rendezvous = boot["rendezvous"]  # stays open, because ranks connect through it again after a reset
+        rendezvous = boot["rendezvous"]  # kept open: ranks connect through it again after a reset
         path = rendezvous and rendezvous_path(rendezvous.fd)
         plain = {name: boot[name] for name in ("backend", "rank", "world_size", "timeout", "span")}
         communicator = connect(**plain, device=device, arena_fd=boot["arena"].fd, rendezvous=path)
@@ -168,7 +168,7 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         titles.show(f"rank {rank} of {world_size}")
         emit = Emitter(caller, rank, device)
         target = cls(rank, world_size, device, communicator, emit)
-    except Exception as error:  # the caller gets every error of the start
+    except Exception as error:  # every error is sent to the caller
         channel.send(FrameKind.ERROR, 0, failures.describe(error))
         return None
 
@@ -179,8 +179,8 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         warnings.simplefilter("ignore")
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     elif hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(line_buffering=True)  # a print appears during the call, not at the end of the worker
-    # Up to here standard error went to the log for a StartupError; from now on it is the parent's standard error.
+        sys.stdout.reconfigure(line_buffering=True)  # shows a `print` at once, not when the worker ends
+    # Until now, standard error was the log that a StartupError quotes. From now on it is the parent's standard error.
     sys.stderr.flush()
     os.dup2(boot["stderr"].fd, 2)
     boot["stderr"].close()

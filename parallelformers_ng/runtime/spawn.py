@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from parallelformers_ng.errors import StartupError
 
-REAP_SECONDS = 5.0  # a killed process ends within milliseconds unless a driver blocks it
+REAP_SECONDS = 5.0  # maximum wait for the end of a killed process; only a driver can delay it
 _TAIL_BYTES = 8192
 
 
@@ -21,8 +21,7 @@ class ChildLink:
     """The link between a child process and its parent: a socket, a lifeline and a log.
 
     Attributes:
-        lifeline: descriptor of the parent's end of a pipe, to which nobody writes; if this end closes, the child ends
-            (see `worker.py`).
+        lifeline: write end of a pipe, which the parent keeps open; the child ends when it closes (see `worker.py`).
         log: descriptor of a file in memory, to which the child's standard error goes until the child is ready.
         theirs: descriptors of the child's ends of socket and lifeline, open in this process until `hand_over`.
     """
@@ -64,7 +63,7 @@ class ChildLink:
 
 
 class Spawned:
-    """A process of a fresh Python interpreter, with the interface of `forks.Fork`. The process exists at once.
+    """A fresh Python interpreter, with the same interface as `forks.Fork`; its process exists at once.
 
     The command is `python -m module SOCKET LIFELINE PARENT ARGUMENTS`: SOCKET and LIFELINE are descriptors of the link,
     and PARENT is the id of this process.
@@ -82,9 +81,9 @@ class Spawned:
             pass_fds=link.theirs,
             # PYTHONPATH suffices to find this package and torch; the first message has the exact `sys.path`.
             env=environment | {"PYTHONPATH": os.pathsep.join(module_path())},
-            # A process group of its own: Ctrl-C reaches only the parent. A new session would do the same, but the
-            # kernel may schedule each session as a group (autogroup). sched_yield does not yield to other groups, so a
-            # spinning process would keep the core.
+            # A process group of its own, so that Ctrl-C reaches only the parent. A new session would do the same, but
+            # the kernel may schedule each session as a group (autogroup). sched_yield does not yield to other groups,
+            # so a process that polls actively would keep the core.
             process_group=0,
             cwd=current_folder(),
         )
@@ -109,7 +108,7 @@ class Spawned:
 
 
 def environment_of_worker(threads: int) -> dict[str, str]:
-    """Return the environment of a worker: this process's environment, with variables that libraries read at import."""
+    """Return the environment of a worker: this process's variables, and settings that libraries read at import."""
     defaults = {
         # With an equal hash seed, a set of strings has the same order on every rank.
         "PYTHONHASHSEED": "0",
@@ -135,8 +134,7 @@ def module_path() -> list[str]:
 
 
 def current_folder() -> str:
-    """Return the working folder for children of this process: its current folder, or "/" if the current folder was
-    deleted."""
+    """Return the working folder for child processes: ".", or "/" if this process's folder was deleted."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -145,8 +143,8 @@ def current_folder() -> str:
 
 
 def is_readable(fd: int, seconds: float) -> bool:
-    """Wait up to `seconds` until a descriptor is readable, and return True if the descriptor is readable. A pidfd is
-    readable after its process has ended."""
+    """Wait up to `seconds` until a descriptor is readable, and return whether it is. A pidfd is readable after its
+    process has ended."""
     return bool(poll_of([fd]).poll(max(seconds, 0.0) * 1000))
 
 

@@ -30,7 +30,7 @@ from parallelformers_ng.runtime.spawn import environment_of_worker, module_path,
 from parallelformers_ng.runtime.worker_process import WorkerProcess
 from parallelformers_ng.wire.frame import OUT_OF_MEMORY, FileDescriptor, FrameKind, why_no_memory
 
-_LATE_SECONDS = 1.0  # extra time to read messages of workers if the caller was busy until the deadline
+_LATE_SECONDS = 1.0  # time to read messages of workers if the caller was busy until the deadline
 
 
 def create_arena(world_size: int) -> Arena:
@@ -71,9 +71,9 @@ def launch(
     """Start one worker per device. If `launch` raises, the caller must end `processes`.
 
     Args:
-        among: (index of the first rank, number of ranks) among all ranks that share the CPUs.
-        spans: for a group over several hosts, facts for each rank about all hosts, see `connect`; the entry `caller`
-            has the socket and keys of the connection to the group's caller. None on one host.
+        among: (index of this group's first rank, number of ranks), counted over all ranks that share the CPUs.
+        spans: for a group over several hosts, each rank's argument `span` of `connect`, with an entry `caller`: socket
+            and keys of the connection to the group's caller. None on one host.
 
     Returns:
         Function that waits until all workers are ready: `await_ready` with its arguments.
@@ -86,7 +86,7 @@ def launch(
     server, environment = forks.running(settings.imports), environment_of_worker(threads)
     ranks_before = 0 if spans is None else sum(spans[0]["counts"][: spans[0]["number"]])
     workers: list[WorkerProcess] = []
-    processes.workers = workers  # which gets each worker at once, so that it is ended if a later one fails
+    processes.workers = workers  # set before workers start, so that earlier workers are ended if a later one fails
     workers.extend(WorkerProcess(ranks_before + index, environment, server) for index in range(world_size))
     standard_error = 2 if _has_standard_error() else os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     processes.records = RankRecords()
@@ -100,7 +100,8 @@ def launch(
         "stderr": FileDescriptor(standard_error),
         "records": FileDescriptor(processes.records.theirs.fileno()),
     }
-    if chosen_backend(settings.backend, device_names[0].partition(":")[0]) != "shared_memory":  # which uses the arena
+    # The shared-memory backend needs no rendezvous.
+    if chosen_backend(settings.backend, device_names[0].partition(":")[0]) != "shared_memory":
         processes.rendezvous = create_rendezvous()
         common["rendezvous"] = FileDescriptor(processes.rendezvous)
     spare_cpus = cores.usable_cpus() - 1  # the caller needs one CPU
@@ -156,7 +157,7 @@ def await_ready(workers: Sequence[WorkerProcess], server: ForkServer | None, dea
             try:
                 kind, _, value = worker.channel.recv(deadline)
             except (ChannelClosedError, ProtocolError, RequestTimeoutError):
-                # The socket closes when the process ends, so its pidfd need not be watched here.
+                # The socket closes when the worker ends, so there is no need to watch its pidfd.
                 _fail_ended(worker)
             if kind is FrameKind.READY:
                 del waiting[fd]
@@ -194,7 +195,7 @@ def _tail(worker: WorkerProcess) -> str:
 
 
 def _pass_on_logs(workers: Sequence[WorkerProcess], server: ForkServer | None) -> None:
-    """Write the start logs of the workers and of their server to standard error, and write equal logs only once."""
+    """Write the start logs of the workers and of their fork server to standard error, equal logs only once."""
     logs = [worker.startup_log() for worker in workers]
     if server is not None and server.exit_code() is None:
         logs.insert(0, server.new_log())

@@ -17,11 +17,11 @@ from parallelformers_ng.runtime.group import WorkerGroup
 
 log = logging.getLogger("parallelformers_ng")
 
-_RETRY_SECONDS = 0.5  # pause after a failed attempt to start a group
+_RETRY_SECONDS = 0.5  # pause before the next attempt to start a group
 
 
 class Supervisor:
-    """An object that provides a running group. After `supervise`, a thread replaces the group if a worker has ended.
+    """Provides a running group. After `supervise`, a thread replaces the group whenever a worker has ended.
 
     The thread has only a weak reference to the supervisor. If the supervisor is garbage-collected, its group and its
     thread end.
@@ -32,8 +32,8 @@ class Supervisor:
         self._restarts: deque[float] = deque()
         self._changed = threading.Condition()
         self._stopped = False
-        self._given_up = ""  # why the group is not replaced any more
-        self._failure = ""  # why the newest group could not be started
+        self._given_up = ""  # why the group will not be replaced again; "" before the limit of restarts
+        self._failure = ""  # why the latest attempt to start a group failed
         self._thread: threading.Thread | None = None
 
     @property
@@ -45,11 +45,11 @@ class Supervisor:
         return self.current[1]
 
     def supervise(self, revive: Callable[[], WorkerGroup], max_restarts: int, restart_window: float) -> None:
-        """Replace the group in the background after a worker has ended, from now on."""
+        """Start a thread that replaces the group whenever a worker has ended."""
         self._revive = revive
         self._max_restarts, self._restart_window = max_restarts, restart_window
-        # No supervisor may replace a group that ends at interpreter exit. Groups also end in an exit handler. Handlers
-        # run in reverse order of registration, so register this one last.
+        # Groups end in an exit handler, and must not be replaced then. Exit handlers run in reverse order of
+        # registration, so register `_stop_all` last.
         if not _running:
             atexit.unregister(_stop_all)
             atexit.register(_stop_all)
@@ -60,7 +60,7 @@ class Supervisor:
         self._thread.start()
 
     def ready(self, deadline: float | None = None) -> tuple[WorkerGroup, int, float]:
-        """Return the running group, its incarnation, and `deadline`; while a new group starts, wait for the new group.
+        """Return the running group, its incarnation, and the deadline; while a new group starts, wait for it.
 
         Without `supervise`, or after `close`, the returned group may have died; a call of that group raises the reason.
         """
@@ -91,8 +91,7 @@ class Supervisor:
             self._thread.join()
 
     def replace(self) -> bool:
-        """Replace the ended group by a new one, and return whether there is a new group; only the supervising thread
-        calls this.
+        """Replace the ended group, and return whether this succeeded. Only the supervising thread may call this method.
 
         A failed start is logged and repeated after 0.5 s, up to the limit of restarts.
         """
@@ -103,7 +102,7 @@ class Supervisor:
             self._restarts.append(began)
             try:
                 group = self._revive()
-            except Exception as error:  # callers get every error
+            except Exception as error:  # whatever the error is, log it and try again
                 self._failure = _described(error)
                 if not self._stopped:
                     log.warning("%s; the workers could not be started again: %s", why, self._failure)
@@ -140,7 +139,7 @@ class Supervisor:
 
 
 def _described(error: Exception) -> str:
-    """Return the text of a failed start. If a module was not found, name the entries of `sys.path` that are gone."""
+    """Return the text of a failed start. For an ImportError, name the entries of `sys.path` that no longer exist."""
     gone = [entry for entry in sys.path if not os.path.exists(entry) and not entry.startswith(sys.base_prefix)]
     if isinstance(error, ImportError) and gone:
         return f"{error} (sys.path names {', '.join(gone)}, which is gone)"
@@ -164,4 +163,4 @@ def _supervise(reference: weakref.ref[Supervisor], wait_until_over: Callable[[],
             return
         goes_on = supervisor.replace()
         wait_until_over = supervisor.group.wait_until_over
-        del supervisor  # drop the reference, so that the supervisor can be garbage-collected
+        del supervisor  # so that the supervisor can be garbage-collected during the wait

@@ -15,7 +15,7 @@ def begin(role: str, caller: int) -> None:
 
 
 def show(role: str) -> None:
-    with contextlib.suppress(ImportError):  # a missing title is no reason to fail
+    with contextlib.suppress(ImportError):  # the title is optional
         from setproctitle import setproctitle
 
         setproctitle(f"parallelformers-ng: {role}, for process {_caller}")

@@ -1,4 +1,4 @@
-"""Asks ranks at which lines of code they are, also ranks that run C code or wait for other ranks."""
+"""Finds out which lines of code ranks are running, also for ranks in C code or waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from parallelformers_ng.runtime.worker_process import Worker
 
 _ANSWER_SECONDS, _CHECK_SECONDS = 1.0, 0.02
 _MAX_FRAMES = 12
-_FRAME = re.compile(r'File "(?!<frozen )([^"]+)", line (\d+) in (.+)')  # a line of faulthandler
-_EVERY_MODULE = frozenset({"_call_impl", "_wrapped_call_impl"})  # torch's frames between a module and its caller
+_FRAME = re.compile(r'File "(?!<frozen )([^"]+)", line (\d+) in (.+)')  # a stack frame in the output of faulthandler
+_EVERY_MODULE = frozenset({"_call_impl", "_wrapped_call_impl"})  # functions of torch that call every module's `forward`
 
 
 class StackFrame(NamedTuple):
@@ -23,8 +23,8 @@ class StackFrame(NamedTuple):
 
 
 def collect(workers: Sequence[Worker]) -> list[list[StackFrame]]:
-    """Return the frames of each rank, innermost first. A rank that does not answer in a second has none, and neither
-    has a rank on another host."""
+    """Return each rank's stack frames, innermost first; an empty list if the rank is on another host, or does not
+    answer within a second."""
     logs = [worker.request_traceback() for worker in workers]
     end = time.monotonic() + _ANSWER_SECONDS
     return [[] if log is None else _frames(log, end) for log in logs]
@@ -32,18 +32,18 @@ def collect(workers: Sequence[Worker]) -> list[list[StackFrame]]:
 
 def _frames(log: Callable[[], str], end: float) -> list[StackFrame]:
     text = previous = ""
-    # A traceback has no end mark, so it is complete when nothing was added for a while.
+    # A traceback has no end mark. It counts as complete when its text is the same at two checks.
     while time.monotonic() < end and not (text and text == previous):
         time.sleep(_CHECK_SECONDS)
         text, previous = log(), text
-    # Any thread may have taken the signal, so faulthandler writes all threads, and the main thread last.
+    # Any thread may have received the signal, so faulthandler writes all threads; the main thread comes last.
     return [StackFrame(*found) for found in _FRAME.findall(text.rpartition("\n\n")[2])]
 
 
 def report(workers: Sequence[Worker], arena: Any) -> str:
-    """Return a text about each rank: the state of its process, its steps of collectives (a rank with fewer steps than
-    its peers is late), the method that it runs, and its innermost frames."""
-    # `collect` may wake stopped ranks, so their states are read before.
+    """Describe each rank: state of its process, steps of collectives, running method, and innermost stack frames. A
+    rank with fewer steps than its peers is late."""
+    # Read the states first, because `collect` may continue stopped processes.
     states = [_state(worker, arena, worker.rank - workers[0].rank) for worker in workers]
     lines = []
     for worker, state, frames in zip(workers, states, collect(workers), strict=True):

@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def run(control: int, lifeline: int, watched: Sequence[int]) -> NoReturn:
-    """Serve until the parent ends the worker, or a watched process has ended; then exit this process."""
+    """Run requests until the parent ends the worker, or a process in `watched` (pidfds) has ended; then exit."""
     code = 1
     try:
         end_with_lifeline(lifeline)
@@ -50,7 +50,7 @@ def run(control: int, lifeline: int, watched: Sequence[int]) -> NoReturn:
             os._exit(code)
 
 
-_log = -1  # descriptor of the log of this process
+_log = -1  # file descriptor to which this process writes tracebacks
 
 
 def set_signals() -> None:
@@ -62,11 +62,11 @@ def set_signals() -> None:
     """
     global _log
     faulthandler.enable()
-    # A fork has the log of its server at first.
+    # A fork inherits `_log` from its server; then replace the file behind the descriptor.
     _log = os.dup(2) if _log < 0 else os.dup2(2, _log, inheritable=False)
     faulthandler.register(signal.SIGUSR1, file=_log)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the caller ignores SIGCHLD, waiting for a child would fail
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would make waiting for a child fail
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # output to a terminal must not stop the worker
 
 
@@ -89,7 +89,7 @@ def open_parent(parent: int) -> int:
         pidfd = os.pidfd_open(parent)
     except ProcessLookupError:
         os._exit(PARENT_GONE)
-    if os.getppid() != parent:  # the parent ended before the pidfd was open, and another process may have its id now
+    if os.getppid() != parent:  # the parent has ended; its id may be another process's
         os._exit(PARENT_GONE)
     return pidfd
 
@@ -98,14 +98,14 @@ def _await_end(watched: Sequence[int], control: int, lifeline: int) -> None:
     poll = select.poll()
     for pidfd in watched:
         poll.register(pidfd, select.POLLIN)
-    poll.register(lifeline, 0)  # the lifeline may have closed before `end_with_lifeline`
-    poll.register(control, 0)  # report only a hang-up; the main thread reads messages
+    poll.register(lifeline, 0)  # 0 reports only a hang-up, also one before `end_with_lifeline`
+    poll.register(control, 0)  # 0 reports only a hang-up, because the main thread reads messages
     poll.poll()
     os._exit(PARENT_GONE)
 
 
 def _work(control: int) -> int:
-    # The imports below load torch; by now the thread that watches the parent is running.
+    # Import torch only here, after the thread that watches the parent was started.
     from parallelformers_ng.errors import ChannelClosedError
     from parallelformers_ng.runtime import service
     from parallelformers_ng.wire.transport import Channel
@@ -118,7 +118,7 @@ def _work(control: int) -> int:
             return 1
         worker.serve()
     except ChannelClosedError:
-        return PARENT_GONE  # the watching thread would exit with the same code
+        return PARENT_GONE  # the same exit code as from the thread that watches the parent
     worker.communicator.close()
     return 0
 

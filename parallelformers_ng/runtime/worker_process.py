@@ -16,16 +16,16 @@ from parallelformers_ng.wire.transport import Channel
 
 log = logging.getLogger("parallelformers_ng")
 
-EXIT_SECONDS = 1.0  # maximum time between the end of a worker's socket and the end of its process
+EXIT_SECONDS = 1.0  # seconds between a worker's socket closing and the end of its process, at most
 
 
 class Worker:
-    """The process of a rank, as a running group uses it.
+    """The process of one rank, as seen from a running group.
 
     Attributes:
         pid: process id, on the host of the rank; 0 before the rank has a process.
         pidfd: descriptor that is readable after the process has ended; -1 before the rank has a process.
-        unknown_end: text for an end of the process without a signal or exit code.
+        unknown_end: text for error messages if neither a signal nor an exit code of the ended process is known.
     """
 
     rank: int
@@ -37,7 +37,7 @@ class Worker:
 
     def has_ended(self, timeout: float = 0.0) -> bool:
         """Wait up to `timeout` seconds for the end of the process; return whether it has ended or never existed."""
-        pidfd = self.pidfd  # read once: another thread may be closing it
+        pidfd = self.pidfd  # read once, because another thread may set it to -1
         return pidfd < 0 or is_readable(pidfd, timeout)
 
     def kill(self) -> None:
@@ -57,7 +57,7 @@ class Worker:
         return None
 
     def exit_status(self) -> int | None:
-        """Return the same as `reap`; kill a worker that does not end within 1 s."""
+        """Return the worker's exit code as `reap` does, but kill a worker that does not end within 1 s."""
         if not self.has_ended(EXIT_SECONDS):
             self.kill()
         return self.reap()
@@ -68,7 +68,7 @@ class Worker:
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def death(self, device_name: str) -> Callable[[], WorkerDiedError]:
-        """Return a function that makes the error about this end. Kill a worker that does not end in 1 s."""
+        """Return a function that makes the error about this worker's end. Kill a worker that runs longer than 1 s."""
         code = self.exit_status()
         number = -code if code is not None and code < 0 else None
         where, device = "", device_name
@@ -83,10 +83,9 @@ class Worker:
 
 
 class WorkerProcess(Worker):
-    """One worker that this process has started: a fork, or a fresh process without a running fork server. The worker
-    has a process after `await_start`."""
+    """A worker that this process has started, as a fork or as a fresh process. It has a process after `await_start`."""
 
-    phase = "importing torch"  # what the worker does before it is ready
+    phase = "importing torch"  # latest step of its start, for error messages
 
     def __init__(self, rank: int, environment: dict[str, str], server: ForkServer | None) -> None:
         self.rank = rank
@@ -111,7 +110,7 @@ class WorkerProcess(Worker):
     def _start_errors(self) -> Iterator[None]:
         try:
             yield
-        except RequestTimeoutError:  # RequestTimeoutError is also an OSError
+        except RequestTimeoutError:  # also an OSError, but no failure to start
             raise
         except OSError as error:
             raise StartupError(f"rank {self.rank}: {sys.executable} could not be started: {error}") from error
@@ -133,12 +132,12 @@ class WorkerProcess(Worker):
             send_signal(self.pidfd, signal.SIGKILL)
 
     def request_traceback(self) -> Callable[[], str]:
-        """Make the worker, or its fork server if the worker is not forked yet, write a traceback. A stopped worker goes
-        on."""
+        """Make the worker (before the fork, its server) append a traceback to its log, also if it is stopped. Return a
+        function that reads what was appended."""
         log = self._log_link
         written = functools.partial(log.log_since, log.log_size())
         if not self.has_ended():
-            send_signal(self.pidfd, signal.SIGCONT)  # a stopped process would not write
+            send_signal(self.pidfd, signal.SIGCONT)  # continue a stopped process, which could not write
             send_signal(self.pidfd, signal.SIGUSR1)
         elif self._server is not None and not self.pid:
             self._server.request_traceback()

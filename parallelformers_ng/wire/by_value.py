@@ -1,4 +1,4 @@
-"""Pickles objects for the caller's own workers: an object that workers cannot import is pickled by value."""
+"""Pickles objects for the caller's own workers: by value if the workers cannot import them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _generator(device: str, state: bytes) -> torch.Generator:
 
 
 def _reduce_generator(generator: torch.Generator) -> tuple[Any, ...]:
-    """Reduce a generator for pickle. Its state goes as bytes, because tensors of a message may go to a device."""
+    """Reduce a generator for pickle. Its state becomes bytes, because a message may move tensors to a device."""
     return _generator, (str(generator.device), generator.get_state().numpy().tobytes())
 
 
@@ -34,7 +34,7 @@ def _cached(parameters: dict[str, Any], function: Any) -> Any:
 
 
 def _reduce_cached(function: Any) -> Any:
-    """Reduce a function with `lru_cache`: by name or by value, as cloudpickle reduces a function without it."""
+    """Reduce a function with `lru_cache` for pickle: by name if cloudpickle would use its name, otherwise by value."""
     place = cloudpickle.cloudpickle._lookup_module_and_qualname(function)
     if place is not None and not cloudpickle.cloudpickle._is_registered_pickle_by_value(place[0]):
         return function.__qualname__
@@ -45,7 +45,7 @@ _reduce_code = cloudpickle.Pickler.dispatch_table[types.CodeType]
 
 
 def _reduce_code_with_file(code: types.CodeType) -> tuple[Any, ...]:
-    """Reduce a code object with its file name, which cloudpickle leaves out: tracebacks of ranks can show its lines."""
+    """Reduce a code object with its file name, which cloudpickle omits, so that ranks' tracebacks show source lines."""
     make, parts = _reduce_code(code)
     return make, tuple(code.co_filename if part == "<dynamic-code>" else part for part in parts)
 
@@ -95,8 +95,8 @@ def _fill(obj: Any, numbered: tuple[str, Callable[[Any, Any], Any], Any]) -> Non
 class ByValuePickler(cloudpickle.Pickler):
     """Pickler that writes some classes and functions by value: those of `__main__`, a notebook or a registered module.
 
-    `cloudpickle.register_pickle_by_value` registers a module. Functions that share a variable still share it in the
-    process that reads the pickle.
+    `cloudpickle.register_pickle_by_value` registers a module. Functions that share a closure variable share it also in
+    the process that reads the pickle.
     """
 
     dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
@@ -108,7 +108,7 @@ class ByValuePickler(cloudpickle.Pickler):
     )
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce a class by value with its qualified name, which cloudpickle leaves out: changes of a class name it."""
+        """Reduce an object as cloudpickle does, but keep class names, slots and shared closures, which it loses."""
         if type(obj) is torch.Tensor and obj.dtype.itemsize == 1 and obj.is_floating_point():
             return torch.Tensor.view, (obj.view(torch.uint8), obj.dtype)  # torch cannot read float8 back from a pickle
         reduced = super().reducer_override(obj)
@@ -118,11 +118,12 @@ class ByValuePickler(cloudpickle.Pickler):
         if isinstance(obj, type):
             state[0]["__qualname__"] = obj.__qualname__
             if vars(obj).get("__slots__") and not isinstance(obj, enum.EnumMeta):
-                args[3]["__slots__"] = obj.__slots__  # type: ignore[attr-defined]  # without it the copy has a `__dict__`
+                args[3]["__slots__"] = obj.__slots__  # type: ignore[attr-defined]  # else the copy has a `__dict__`
         else:
             *code, empty = args
             if empty:
-                # By default cloudpickle gives each function its own cells; functions would no longer share a variable.
+                # Share cells: by default cloudpickle gives each function its own, and functions would no longer share a
+                # variable.
                 cells = zip(obj.__closure__, empty, strict=True)
                 known = self.__dict__.setdefault("_cells", {})
                 empty = tuple(known.setdefault(id(cell), new) for cell, new in cells)

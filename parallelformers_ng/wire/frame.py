@@ -27,7 +27,7 @@ import torch
 from parallelformers_ng.errors import ProtocolError, SharedMemoryError
 
 MAX_BYTES = 1 << 42
-MAX_DESCRIPTORS = 253  # SCM_MAX_FD of the kernel
+MAX_DESCRIPTORS = 253  # the kernel's limit for one message, SCM_MAX_FD
 MAX_OUTSIDE = 1 << 20
 INLINE_BYTES = 64 << 10
 ALIGNMENT = 64
@@ -50,16 +50,16 @@ class FrameKind(enum.IntEnum):
     EVENT = 4
     READY = 5
     GOODBYE = 6
-    UPDATE = 8  # what other threads of the caller changed in the arguments of the running request
-    DONE = 7  # the request ran, and the rank's value is None or not needed; the frame has no message
+    UPDATE = 8  # changes by other threads of the caller to the running request's arguments
+    DONE = 7  # the request succeeded, and the rank sends no value; the frame has no message
 
 
 class Flag:
     """Bits of a frame's flags. The bits are plain ints, because operators of enum.IntFlag take microseconds."""
 
-    MEMFD = 1  # the last descriptor holds the variable part
-    RESET = 2  # the communicator is reset before this request runs
-    EACH = 4  # every rank answers with its own value; without this bit only rank 0 does
+    MEMFD = 1  # the variable part of the frame is in a memfd, the last descriptor
+    RESET = 2  # the rank resets its communicator before it runs this request
+    EACH = 4  # every rank sends its value; without this bit only rank 0 does
     TO_DEVICE = 8  # the rank puts the tensors on its device
 
 
@@ -69,7 +69,7 @@ _ALL_FLAGS = Flag.MEMFD | Flag.RESET | Flag.EACH | Flag.TO_DEVICE
 
 @dataclass(frozen=True, slots=True)
 class FileDescriptor:
-    """A value that sends an open file to the other process.
+    """Wraps a file descriptor in a message, so that the open file is sent to the other process.
 
     The sender keeps its own descriptor. The receiver gets a new descriptor, which it must close.
     """
@@ -82,7 +82,7 @@ class FileDescriptor:
 
 @dataclass(frozen=True)
 class Handle:
-    """A value that refers to an object in the process that sent the value."""
+    """Refers, in a message, to an object that is not sent: it stays with the sender, or the receiver has it already."""
 
     kind: str
     payload: Any = None
@@ -90,12 +90,12 @@ class Handle:
 
 @dataclass(slots=True)
 class Packed:
-    """A frame ready for one or more receivers. The sender must close it after sending.
+    """A frame ready to be sent to one or more receivers. The sender must close it after sending.
 
     Attributes:
-        data: bytes of the frame, without a variable part in a memfd.
+        data: bytes of the frame; without the variable part if that is in a memfd.
         fds: descriptors to send, with the memfd as the last descriptor if there is a memfd.
-        memfds: descriptors of the memfds of this frame: of tensors, and of the variable part unless `data` has it.
+        memfds: descriptors of the frame's memfds, for tensors and for a variable part that is not in `data`.
     """
 
     data: bytes
@@ -161,10 +161,10 @@ def why_no_memory(error: OSError) -> str:
 
 
 def write_memfd(parts: Iterable[bytes | memoryview], size: int) -> int:
-    """Write bytes, `size` in all, to a new sealed memfd, which the caller must close."""
+    """Write `parts`, together `size` bytes, to a new sealed memfd; return its descriptor, for the caller to close."""
     fd = os.memfd_create("parallelformers_ng", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        # Reserve all memory before the first write: a lack of memory is then an error here, not a SIGBUS later.
+        # Reserve all memory before the first write, so that a lack of memory is an error here, not a SIGBUS later.
         os.posix_fallocate(fd, 0, size)
         for part in parts:
             rest = memoryview(part)
@@ -183,7 +183,7 @@ def write_memfd(parts: Iterable[bytes | memoryview], size: int) -> int:
 
 
 def own_copy(body: memoryview, outside: int) -> memoryview:
-    """Return a copy of a frame's body; if objects are outside the pickle, tensors can use the copy's memory.
+    """Copy a frame's body out of the receive buffer. If objects are outside the pickle, align the copy for tensors.
 
     Some kernels need tensors in memory that is aligned to 64 bytes, as torch's memory is (`gAlignment` in its
     `c10/core/alignment.h`).
@@ -196,7 +196,7 @@ def own_copy(body: memoryview, outside: int) -> memoryview:
 
 
 def map_memfd(fd: int, size: int) -> memoryview:
-    """Map the first `size` bytes of a received memfd, privately and writable. Its descriptor may be closed then."""
+    """Map the first `size` bytes of a received memfd, privately and writable. The caller may then close `fd`."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         length = os.fstat(fd).st_size

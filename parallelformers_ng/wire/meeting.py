@@ -29,15 +29,15 @@ _GREETING = b"parallelformers_ng/1 "
 _NONCE = _PROOF = 32
 _PURPOSE = 32
 _ANSWER = _NONCE + _PURPOSE + _PROOF
-_PATIENCE = 5.0  # seconds in which a caller must prove that it knows the key
-_STRANGERS = 256  # largest number of connections without a proof at one time
+_PATIENCE = 5.0  # seconds that a caller has to prove that it knows the key
+_STRANGERS = 256  # maximum number of connections whose callers have not yet proved that they know the key
 
 Address = tuple[str, int]
 
 
 @dataclass
 class _Stranger:
-    """A caller that has not proved yet that it knows the key."""
+    """A connection whose caller has not yet proved that it knows the key."""
 
     connection: socket.socket
     nonce: bytes
@@ -68,8 +68,7 @@ class Listener:
         self._poll.register(self._socket, select.POLLIN)
 
     def accept(self, deadline: float) -> tuple[bytes, tuple[socket.socket, Session]]:
-        """Wait for the next caller that knows the key: its purpose, its non-blocking connection and the connection's
-        keys.
+        """Wait for the next caller that knows the key. Return its purpose, non-blocking connection and session.
 
         A caller has 5 s to prove that it knows the key. If more than 256 callers have not proved this yet, the listener
         disconnects the earliest of these callers.
@@ -80,7 +79,7 @@ class Listener:
                     self._greet()
                 elif fd in self._strangers and (admitted := self._hear(fd)) is not None:
                     return admitted
-            now = time.monotonic()  # after reading: callers may have answered while `accept` was not running
+            now = time.monotonic()  # read answers first: callers may have sent them while `accept` was not running
             for fd in [fd for fd, stranger in self._strangers.items() if stranger.until <= now]:
                 self._leave(fd)
             patient = min([deadline, *(stranger.until for stranger in self._strangers.values())])
@@ -99,7 +98,7 @@ class Listener:
     def _greet(self) -> None:
         try:
             connection, _ = self._socket.accept()
-        except OSError:  # the caller left, or this process has too many open files: the call fails
+        except OSError:  # the caller has disconnected, or this process cannot open more files
             return
         if len(self._strangers) >= _STRANGERS:
             self._leave(next(iter(self._strangers)))
@@ -110,7 +109,7 @@ class Listener:
         self._say(connection.fileno(), _GREETING + stranger.nonce)
 
     def _say(self, fd: int, text: bytes) -> bool:
-        """Send a text short enough for an empty send buffer; disconnect the caller if sending fails."""
+        """Send a short text, which fits into an empty send buffer; disconnect the caller if sending fails."""
         try:
             if self._strangers[fd].connection.send(text, socket.MSG_NOSIGNAL) == len(text):
                 return True
@@ -148,7 +147,7 @@ class Listener:
 
 
 def call(address: Address, key: bytes, purpose: bytes, deadline: float) -> tuple[socket.socket, Session]:
-    """Connect to a listener that knows the key, for a purpose of up to 32 bytes."""
+    """Connect to a listener; both sides prove that they know the key. `purpose` has up to 32 bytes."""
     assert len(purpose) <= _PURPOSE
     where = f"{address[0]}, port {address[1]},"
     connection = None
@@ -195,7 +194,7 @@ def _keys(key: bytes, nonces: bytes) -> tuple[bytes, bytes]:
 
 
 def _watch_peer(connection: socket.socket) -> None:
-    """Set socket options: send small messages at once, and detect within `LOST_SECONDS` that the other host is gone."""
+    """Configure a socket to send small messages at once, and to detect a lost host within `LOST_SECONDS`."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)

@@ -48,7 +48,7 @@ _DTYPE_OF_NAME = {
 }
 _NAME_OF_DTYPE = {dtype: name for name, dtype in _DTYPE_OF_NAME.items()}
 _SIZE_BYTES = 8  # a size is an int64
-_FILE = -1  # the size field of an open file
+_FILE = -1  # size field of an open file, which has no bytes in the message
 _NAMED = frozenset({type, types.FunctionType})
 _OWN_BYTES = 128 << 10
 _MAX_OWN = 64
@@ -58,10 +58,10 @@ keeps must not keep the memory of all others. The caller copies smaller tensors,
 
 @dataclass(slots=True)
 class Encoded:
-    """An encoded value: a pickle, and the objects outside the pickle.
+    """An encoded value: a pickle, and the tensors and open files outside the pickle.
 
     Attributes:
-        pickle: pickle of the value, without the objects outside.
+        pickle: pickle of the value, with references to the objects outside.
         outside: bytes of each tensor, and None for each open file, in the order of their references in the pickle.
         fds: file descriptors to send, which still belong to the process that encoded the value.
     """
@@ -86,7 +86,7 @@ def encode(value: Any, place: str = "") -> Encoded:
     pickler = _MessagePickler(buffer)
     try:
         pickler.dump(value)
-    except Exception as error:  # reducers are foreign code and may raise anything
+    except Exception as error:  # a `__reduce__` of the user may raise any error
         if isinstance(error, NotPortableError) or is_of_handler(error):
             raise
         raise _not_portable(value, place, error) from error
@@ -98,7 +98,7 @@ def encode(value: Any, place: str = "") -> Encoded:
 
 
 def pack(kind: FrameKind, sequence: int, encoded: Encoded, flags: int = 0, apart: bool = False) -> Packed:
-    """Pack a message into a frame; `apart` sends several large tensors in memory of their own."""
+    """Pack a message into a frame. With `apart`, each of several large tensors gets a memfd of its own."""
     memfds, large = list[int](), dict[int, memoryview]()
     try:
         if apart and not encoded.fds:
@@ -119,8 +119,7 @@ def pack(kind: FrameKind, sequence: int, encoded: Encoded, flags: int = 0, apart
 
 
 def parcel(value: Any) -> tuple[bytes, int]:
-    """Encode a value as a part of another message; `unpack` decodes it separately. Return also the number of objects
-    outside its pickle."""
+    """Encode a value as bytes for another message, and count the objects outside its pickle; `unpack` decodes both."""
     encoded = encode(value)
     if encoded.fds:
         raise NotPortableError("open files cannot be sent with this call")
@@ -128,13 +127,13 @@ def parcel(value: Any) -> tuple[bytes, int]:
 
 
 def unpack(data: bytes, outside: int, device: torch.device | None = None) -> Any:
-    """Decode a value that `parcel` encoded; all its tensors are put on `device`."""
+    """Decode a value that `parcel` encoded, with its tensors on `device`."""
     return decode(Frame(FrameKind.REQUEST, 0, 0, own_copy(memoryview(data), outside), outside, []), device)
 
 
 def _parts(encoded: Encoded, own: Collection[int] = ()) -> tuple[list[bytes | memoryview], int]:
-    """The parts of a message in their order, padding included, and the total size in bytes. `own` tensors are sent in
-    memory of their own, and so are no parts."""
+    """Return a message as a list of buffers, with padding, and its size in bytes. The tensors with indices in `own` are
+    left out, because they are sent in memfds of their own."""
     if not encoded.pickle:
         return [], 0
     sizes = [len(encoded.pickle), *(_FILE if part is None else len(part) for part in encoded.outside)]
@@ -169,18 +168,18 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
         passed_on = (ProtocolError, NotPortableError, torch.OutOfMemoryError, torch.AcceleratorError)
         if isinstance(error, passed_on) or not isinstance(error, Exception) or is_of_handler(error):
             raise
-        # Rebuilding an object runs its code, which may raise anything.
+        # Unpickling runs code of the object's class, which may raise any error.
         raise NotPortableError(
             f"an object that was sent could not be rebuilt in this process: {type(error).__name__}: {error}"
         ) from error
     finally:
-        frame.body = memoryview(b"")  # the group's thread keeps the frame until the next request
+        frame.body = memoryview(b"")  # frees the body: the group's thread refers to the frame until the next request
 
 
 def _parts_of(frame: Frame) -> tuple[memoryview, list[tuple[int, int]]]:
-    """Return the pickle, and `(offset, size)` of each object outside the pickle.
+    """Return the pickle of a frame, and `(offset, size)` of each object outside the pickle.
 
-    The size of a file is -1. The size of a tensor in memory of its own is -1 - its bytes.
+    The size of an open file is -1. The size of a tensor in a memfd of its own is -1 minus its number of bytes.
     """
     head = (1 + frame.outside) * _SIZE_BYTES
     if len(frame.body) < head:
@@ -202,9 +201,10 @@ def _parts_of(frame: Frame) -> tuple[memoryview, list[tuple[int, int]]]:
 def _outside(
     frame: Frame, device: torch.device | None, parts: list[tuple[int, int]], fds: Iterator[int], open_fds: list[int]
 ) -> Iterator[Any]:
-    """Yield the object for each reference in the pickle: a tensor, uint8 `[bytes]`, or a file descriptor.
+    """Yield each object outside the pickle, in order: the bytes of a tensor, uint8 `[bytes]`, or a file descriptor.
 
-    On CPU each tensor has a storage of its own: only its bytes are saved with it, and it has its own version.
+    On CPU each tensor has a storage of its own, so that saving it saves no other bytes, and its version counter is its
+    own.
     """
     on_device = None
     if parts and device is not None and device.type != "cpu":
@@ -242,11 +242,11 @@ class _MessagePickler(ByValuePickler):
     """Pickler that puts the bytes of tensors, and open files, outside the pickle."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
-        # True puts a buffer into the pickle, as buffers of numpy; pickle asks for every buffer.
+        # Returning True keeps a buffer inside the pickle; pickle asks for each buffer, also for those of numpy.
         super().__init__(buffer, buffer_callback=lambda buffer: id(buffer) not in self._mine)
         self.outside: list[memoryview | None] = []
         self.fds: list[int] = []
-        # Buffers of tensors and files by id; keeping a buffer keeps its id unique.
+        # Buffers of tensors and files, by id. The reference to a buffer keeps its id from being reused.
         self._mine: dict[int, pickle.PickleBuffer] = {}
 
     def reducer_override(self, obj: Any) -> Any:
@@ -257,10 +257,10 @@ class _MessagePickler(ByValuePickler):
         if kind is FileDescriptor:
             return FileDescriptor, (self._beside(bytearray(1), obj.fd),)
         if kind in _NAMED and _is_of_library(obj):
-            return NotImplemented  # pickled by name, without cloudpickle's slow search
+            return NotImplemented  # pickle by name, which is faster than cloudpickle's search
         if isinstance(obj, (type, types.FunctionType)):
             return super().reducer_override(obj)
-        return super(ByValuePickler, self).reducer_override(obj)  # of a message, few objects are classes or functions
+        return super(ByValuePickler, self).reducer_override(obj)  # skips the slower method of `ByValuePickler`
 
     def _beside(self, data: Any, fd: int | None = None) -> pickle.PickleBuffer:
         buffer = pickle.PickleBuffer(data)
@@ -283,8 +283,8 @@ def _flat_bytes(tensor: torch.Tensor) -> Any:
 
 
 def _not_portable(value: Any, place: str, error: Exception) -> NotPortableError:
-    """Return the error for a value that cannot be pickled; the error names the innermost part that cannot be."""
-    if isinstance(error.__cause__ or error, RecursionError):  # cloudpickle chains this error
+    """Return the error for a value that cannot be pickled. The error names the innermost value with this problem."""
+    if isinstance(error.__cause__ or error, RecursionError):  # cloudpickle raises its own error from the RecursionError
         return NotPortableError(f"{place or 'the value'} is nested too deeply")
     is_top = not place and type(value) is dict
     for _ in range(16):
@@ -305,14 +305,14 @@ def _not_portable(value: Any, place: str, error: Exception) -> NotPortableError:
 def _is_portable(value: Any) -> bool:
     try:
         _MessagePickler(io.BytesIO()).dump(value)
-    except Exception as error:  # the failure that `_not_portable` searches for
+    except Exception as error:  # any error means that the value cannot be sent
         raise_if_of_handler(error)
         return False
     return True
 
 
 def _steps(value: Any) -> list[tuple[str, Any]]:
-    """The expression that reaches each part of a value (such as `[0]` or `.name`), and the part."""
+    """Return the values directly inside a value, each after the expression that selects it, `[0]` or `.name`."""
     if isinstance(value, (list, tuple)):
         return [(f"[{index}]", item) for index, item in enumerate(value)]
     if isinstance(value, Mapping):

@@ -34,20 +34,20 @@ HEAD_BYTES = SIZE.size + SIGNATURE_BYTES
 
 
 def signature(key: bytes, purpose: str, data: bytes) -> bytes:
-    """Return the HMAC-SHA256 (RFC 2104), 32 bytes, of a purpose and data; a signature is valid only for its purpose."""
+    """Return the HMAC-SHA256 (RFC 2104), 32 bytes, of `data`; it is valid only for the same `purpose`."""
     return hmac.digest(key, purpose.encode() + b"\0" + data, "sha256")
 
 
 @dataclass(frozen=True)
 class Session:
-    """The two keys of one end of a connection: for records to send, and for records to receive."""
+    """The two keys of one end of a connection: one signs records to send, one checks received records."""
 
     sending: bytes
     receiving: bytes
 
 
 class Signer:
-    """Signer and checker of the data in one direction of a connection."""
+    """Signs data in one direction of a connection, or checks the signatures of received data."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -79,7 +79,7 @@ class SignedChannel(Channel):
     def __init__(self, connection: socket.socket, session: Session, blocking: bool = False) -> None:
         super().__init__(connection, blocking)
         self._sending, self._receiving = Signer(session.sending), Signer(session.receiving)
-        self._due = -1  # bytes of a record whose size was checked but whose body was not taken yet; -1 for no record
+        self._due = -1  # size of the record whose body must be received next; -1 before the size is known
 
     def send_packed(self, packed: Packed, deadline: float = math.inf) -> None:
         self._send(self._record(packed), [], deadline)
@@ -119,7 +119,7 @@ def _content(fd: int) -> Iterator[mmap.mmap | bytes]:
 
 
 def _frame(body: memoryview) -> Frame:
-    """Return the frame from the body of a checked record; files of the frame become new files of this process."""
+    """Return the frame in the body of a checked record. The frame's files become new files of this process."""
     count = FIXED_PART.unpack_from(body)[-1]
     sizes_at = len(body) - count * SIZE.size
     if sizes_at < FIXED_PART.size:

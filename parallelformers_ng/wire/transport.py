@@ -30,8 +30,8 @@ SPIN_SECONDS = 300e-6
 is as slow as with code that it never ran."""
 
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
-_LONGEST_POLL = 3600.0  # seconds; poll takes its time-out as an int of milliseconds
-_READ_AHEAD_BYTES = 32 << 10  # enough to read a whole small frame with one system call
+_LONGEST_POLL = 3600.0  # seconds; a longer wait could exceed `poll`'s limit, an int of milliseconds
+_READ_AHEAD_BYTES = 32 << 10  # bytes per system call, enough for a small frame
 # Plain ints, because operators of enum.IntFlag take microseconds.
 _NO_SIGNAL, _CLOSE_ON_EXEC, _TRUNCATED = int(socket.MSG_NOSIGNAL), int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
 _AT_ONCE = int(socket.MSG_DONTWAIT)
@@ -54,8 +54,8 @@ class Channel:
         self.connection = connection
         self._ahead = bytearray(_READ_AHEAD_BYTES)
         self._free = memoryview(self._ahead)
-        self._begin = self._end = 0  # bounds of the bytes that were read ahead and not taken yet
-        self._fds: list[int] = []  # received descriptors that were not taken yet, in the order of their frames
+        self._begin = self._end = 0  # bounds of the bytes in `_ahead` that no call has returned yet
+        self._fds: list[int] = []  # received descriptors that no call has returned yet, in order
         self._readable = select.poll()
         self._readable.register(connection, select.POLLIN)
 
@@ -64,12 +64,12 @@ class Channel:
 
     @property
     def has_more(self) -> bool:
-        """Whether the next frame, or a part of the frame, was read ahead; poll does not report such a frame."""
+        """Whether the next frame, or a part of it, was already read into the buffer, where poll does not see it."""
         return self._end > self._begin
 
     def spin(self, until: float) -> bool:
-        """Poll for a frame without sleeping, until a time of `time.monotonic`; yield the CPU to other processes between
-        polls. Return whether a frame, or a part of it, was read ahead."""
+        """Poll for a frame without sleeping, until a time of `time.monotonic`; between polls, other processes may run.
+        Return whether a frame, or a part of it, has arrived."""
         while self._end == self._begin and not self._read_ahead(_AT_ONCE):
             if time.monotonic() >= until:
                 return False
@@ -77,12 +77,12 @@ class Channel:
         return True
 
     def close(self) -> None:
-        """Close the socket in this process, and received file descriptors that no frame has taken."""
+        """Close the socket in this process, and the received file descriptors of frames that nobody received."""
         self.connection.close()
         close_all(self._fds)
 
     def send(self, kind: FrameKind, sequence: int, obj: Any, deadline: float = math.inf, place: str = "") -> None:
-        """Encode a value and send it; `place` is its name in error messages."""
+        """Encode a value and send it; `place` is the value's name in error messages."""
         packed = pack(kind, sequence, encode(obj, place), apart=kind is FrameKind.RESULT and self._sends_apart)
         try:
             self.send_packed(packed, deadline)
@@ -115,14 +115,13 @@ class Channel:
         return frame.kind, frame.sequence, decode(frame)
 
     def receive(self, deadline: float = math.inf) -> Frame:
-        """Receive one frame without decoding its message."""
         try:
             self._fill(FIXED_PART.size, deadline)
             kind, flags, sequence, variable, outside, count = read_fixed_part(self._ahead, self._begin, len(self._fds))
             shared = flags & Flag.MEMFD
             size = FIXED_PART.size + (0 if shared else variable)
             self._fill(size, deadline)
-            # The frame is complete. No code below waits.
+            # The frame has arrived as a whole, so the code below does not wait.
             if shared:
                 body = map_memfd(self._fds[count - 1], variable)
             else:
@@ -154,10 +153,10 @@ class Channel:
         self._begin, self._end = 0, len(rest)
 
     def _read_ahead(self, receive_flags: int = 0) -> bool:
-        """Receive available bytes and descriptors. Return False if nothing is available and the call does not wait."""
+        """Receive the available bytes and descriptors. Return False if there are none and the socket does not wait."""
         if self._begin:
             if self._end == self._begin and len(self._ahead) > _READ_AHEAD_BYTES:
-                self._resize(_READ_AHEAD_BYTES)  # after a long frame
+                self._resize(_READ_AHEAD_BYTES)  # gives back the memory of a long frame
             rest = self._end - self._begin
             if rest:
                 self._ahead[:rest] = self._ahead[self._begin : self._end]
@@ -184,8 +183,8 @@ class Channel:
 
 
 def wait(poll: select.poll, deadline: float, late: str) -> list[int]:
-    """Wait until a watched descriptor is ready, or until the deadline, but at most an hour. Return the ready
-    descriptors."""
+    """Wait until a watched descriptor is ready, but at most an hour, and return the ready descriptors. Raise
+    RequestTimeoutError with the text `late` after the deadline."""
     rest = deadline - time.monotonic()
     if rest <= 0:
         raise RequestTimeoutError(late)

@@ -1,4 +1,4 @@
-"""Holds a rank's part of an assistant: a small model that proposes tokens in `generate(assistant_model=…)`."""
+"""Keeps a rank's shard of an assistant: a small model that proposes tokens in `generate(assistant_model=…)`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parallelformers_ng.worker.weights import RankWeights
 
 
 class RankAssistant(RankWeights):
-    """The rank's part of an assistant, beside the rank's model and divided over the same ranks."""
+    """A rank's shard of an assistant, which is sharded over the same ranks as the model."""
 
     def __init__(self, rank: int, device: torch.device, emit: Any, communicator: Communicator) -> None:
         super().__init__(rank, device, emit)
@@ -38,7 +38,7 @@ class RankAssistant(RankWeights):
         self._clear()
 
     def take(self, assistance: Assistance) -> Any:
-        """Give the assistant the caller's settings, and return the assistant for an argument of `generate`."""
+        """Apply the caller's generation settings to the assistant, and return it as an argument for `generate`."""
         if self.model is None:
             raise ParallelError("the workers were replaced after they got the assistant; repeat the call")
         self.model.generation_config = assistance.settings
@@ -46,6 +46,6 @@ class RankAssistant(RankWeights):
         return self.model
 
     def changed_settings(self) -> dict[str, Any]:
-        """Settings that `generate` has changed since `take`, by name."""
+        """Return the generation settings that `generate` has changed since `take`, by name."""
         now = vars(self.model.generation_config)
         return {name: value for name, value in now.items() if value != self._settings.get(name)}

@@ -21,24 +21,24 @@ class Call:
 
     Attributes:
         path: dotted path of the module, "" for the model itself.
-        args, kwargs: arguments of the method, caches as `Handle("cache", …)`.
+        args, kwargs: arguments of the method, with `Handle("cache", …)` for each cache.
         attributes: attributes set since the last call: (path of the module, name) → value, or REMOVED.
-        unsure: whether the ranks must compare their results, because the plan cannot show that a result is complete.
+        unsure: whether the ranks must compare their results, because the plan does not tell if results are whole.
         rng: state of the caller's CPU generator, in bytes, because tensors of a call are sent to devices.
         autocast: data type of the caller's `torch.autocast` for the ranks' kind of device; None outside autocast.
         configs: attributes of configurations that changed since the last call: dotted name → value, or REMOVED.
         environment: environment variables that the caller changed since the last call; None for a deleted one.
-        cache_block: number of this call's block of cache numbers; the first new cache has the next number.
-        freed_caches: numbers of caches and of blocks to free; see `CacheTable.free`.
+        cache_block: first number of this call's block of numbers for new caches.
+        freed_caches: numbers of caches, or of blocks of caches, to free; see `CacheTable.free`.
         streams: whether each token is sent to the caller when it is chosen.
         hooks: the caller's forward hooks, `hooks.pickling.PackedHooks`.
         captured: whether decode steps of this `generate` over a static cache become CUDA graphs.
         confirmed: number of the last report of changed state that the caller has applied.
-        grad: the caller's grad mode, if code of the program can see it; None for inference mode.
+        grad: the caller's grad mode, if the user's code may read it; None for inference mode.
         draws: states of the generators of `random` and NumPy, if code draws from them.
     """
 
-    # First, because these modules are imported before functions of the modules are read, and get the modules' globals.
+    # The first field, so that it is unpickled first: it imports the modules whose functions later fields contain.
     followed: Given | None = field(default=None, kw_only=True)
     path: str
     method: str
@@ -68,22 +68,22 @@ class Call:
 
 @dataclass
 class Assistance:
-    """Stands in a call for the argument `assistant_model`: the assistant that the ranks have."""
+    """Replaces the argument `assistant_model` in a call. The ranks have the assistant already."""
 
     settings: GenerationConfig
 
 
 @dataclass
 class Answer:
-    """The answer of rank 0.
+    """The result of a call on rank 0, with the changes that the caller must apply.
 
     Attributes:
-        rng: state of the generator after the call; None if the state did not change.
-        caches: new facts about the caches in the arguments: number of the cache → `CacheInfo`.
-        states: changes of the objects in the arguments.
-        written: index of an argument that is a tensor → the tensor, if the method has written to it.
+        rng: state of the CPU generator after the call; None if it did not change.
+        caches: number of each cache in the arguments → its new `CacheInfo`.
+        states: changes that the call made to objects in the arguments.
+        written: tensors in the arguments to which the method has written, by index among the tensor arguments.
         hook_changes: changes by forward hooks, `hooks.pickling.HookChanges`.
-        uncaptured: why decode steps did not become CUDA graphs; "" if the steps did, or should not.
+        uncaptured: why no CUDA graphs were captured; "" if they were captured, or not wanted.
         assistant_settings: settings of the assistant that `generate` has changed, by name.
         changes: changes of the model that the caller has not confirmed.
         draws: states of the generators after the call, as in `Call`; None if they did not change.

@@ -56,7 +56,6 @@ def _refusal(why: str) -> ParallelError:
 
 
 def draw_states() -> Any:
-    """States of the generators of `random` and of `numpy.random`."""
     return random.getstate(), np.random.get_state()
 
 
@@ -66,7 +65,7 @@ def set_draw_states(states: Any) -> None:
 
 
 def changed_draws(before: Any) -> Any:
-    """The states now; None if they are those at the start of the call."""
+    """Return the present states of `random` and `numpy.random`, or None if they equal `before`."""
     after = draw_states()
     same = after[0] == before[0] and all(map(np.array_equal, after[1], before[1]))
     return None if same else after

@@ -1,8 +1,8 @@
 """Finds what the model's code changes in the model on a rank: buffers, attributes, weights and configurations.
 
-`nn.Module` notes each attribute that code sets during a call. After a call, the tensors and configurations that code of
-libraries may change are looked at; for models with code of the program, also weights and objects in attributes. For
-most models these are a few comparisons of identities.
+`nn.Module` records each attribute that code sets during a call. After a call, the tensors and configurations that
+library code may change are checked; for models with user code, also weights and objects in attributes. For most models
+these are a few comparisons of identities.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _OF_ALL_MODULES = frozenset(vars(nn.Module())) - {"training"}
 
 @dataclass(slots=True)
 class Change:
-    """The new value of a part of the model on one rank.
+    """The new value of a tensor, attribute or configuration entry on one rank.
 
     Attributes:
         digest: checksum of the value, 0 for a shard.
-        value: a tensor, a parcel of another value, or None: the first rank of the stage sends the value.
-        why_kept: why the value cannot leave the rank, "" if it can.
-        in_place: whether the old object was changed, not replaced.
-        of_library: whether the value is an attribute that code of a library sets.
+        value: a tensor, or another value encoded by `parcel`. None on ranks that need not send it.
+        why_kept: why the value cannot be sent to the caller; "" if it can.
+        in_place: whether the old object itself was changed, and not replaced.
+        of_library: whether library code has set the attribute, and not code of the user.
     """
 
     digest: int = 0
@@ -58,7 +58,7 @@ class Change:
 
 @dataclass(slots=True)
 class StateReport:
-    """The changes on one rank that the caller may not have yet; the caller's next call confirms their number."""
+    """The changes on one rank that the caller has not confirmed. The caller's next call confirms `number`."""
 
     number: int
     changes: dict[Key, Change]
@@ -66,8 +66,8 @@ class StateReport:
 
 @dataclass(slots=True)
 class _WatchedTensor:
-    """A parameter or buffer, as it was after the latest call; `is_compared`: code may write to it without a new
-    version."""
+    """A parameter or buffer, and its state after the latest call. `is_compared`: code may write to it without
+    increasing its version counter."""
 
     key: Key
     module: nn.Module
@@ -99,8 +99,8 @@ class _WatchedTensor:
 _ABSENT = object()
 _stores: dict[tuple[int, str], tuple[nn.Module, Any]] | None = None
 """During a call: attributes that code has set → the module, and the value before."""
-# Ids of the model's modules → paths, during a call. A note of a module that a forward makes, such as a slice of layers,
-# would have torch compile that forward again at each step.
+# Path by id of each module of the model, during a call. Other modules, such as a slice of layers that a forward makes,
+# are ignored: recording them would make torch recompile that forward at each step.
 _modules: dict[int, str] = {}
 
 
@@ -125,14 +125,14 @@ def _value_of(module: nn.Module, name: str) -> Any:
 
 
 class ChangedState:
-    """The changes of the model on this rank since the caller's last confirmation."""
+    """Tracks the changes of the model on this rank that the caller has not confirmed."""
 
     def __init__(self, model: nn.Module, plan: ShardPlan, rank: int) -> None:
         self._model, self._plan = model, plan
         self._sends = rank % plan.stage_width == 0
         self._own = own_names(model)
         self._paths: dict[int, str] = {}
-        self._unseen: dict[Key, bool] = {}  # key → whether the old object was changed
+        self._unseen: dict[Key, bool] = {}  # key → whether the old object itself was changed
         self._changed_at = 0
         self._buffers, self._weights = list[_WatchedTensor](), list[_WatchedTensor]()
         self._watches_weights = bool(self._own)
@@ -146,7 +146,7 @@ class ChangedState:
                     if plan_of is not None and plan_of.name not in plan.quantized:
                         key = ("tensor", plan_of.storage, "")
                         watched.append(_WatchedTensor(key, module, table, name, not own.isdisjoint(_WRITE_UNSEEN)))
-        if plan.tiers is not None:  # the weights of moved layers are replaced in each call
+        if plan.tiers is not None:  # do not watch offloaded layers, whose weights are replaced in each call
             self._weights = [each for each in self._weights if plan.tiers.place(each.key[1], rank) == "device"]
         for each in (*self._buffers, *self._weights):
             each.look()
@@ -155,11 +155,11 @@ class ChangedState:
         self.look_at_settings()
 
     def _quick(self) -> list[tuple[dict[str, Any], str, torch.Tensor, int]]:
-        """The first comparison of a call: (table, name, tensor, version) of each buffer."""
+        """Return (dict, name, tensor, version counter) of each buffer, to see quickly that no buffer was written."""
         return [(each.table, each.name, each.tensor, each.version) for each in self._buffers if each.version >= 0]
 
     def look_at_settings(self) -> None:
-        """Take the present attributes and configurations as known to the caller."""
+        """Record the present attributes and configurations, to detect their next change."""
         self._configs = [(prefix, part, {**vars(part)}) for prefix, part in configurations(self._model)]
         own = map(self._model.get_submodule, self._own)
         self._vars = [(module, {**vars(module)}) for module in own]
@@ -172,8 +172,8 @@ class ChangedState:
 
     @contextlib.contextmanager
     def during(self, number: int, confirmed: int) -> Iterator[None]:
-        """Note what a call changes, even if the call fails. `number` is the number of the request, `confirmed` that of
-        the last report that the caller has applied."""
+        """Track what a call changes, even if the call fails. `number` is the request's number; `confirmed` is the
+        number of the last report that the caller has applied."""
         global _stores, _modules
         if self._unseen and confirmed >= self._changed_at:
             self._unseen.clear()
@@ -186,7 +186,7 @@ class ChangedState:
             self._note(stores, number)
 
     def _note(self, stores: dict[tuple[int, str], tuple[nn.Module, Any]], number: int) -> None:
-        for module, before in self._vars:  # code may also write to `__dict__`
+        for module, before in self._vars:  # code may have written to `__dict__`, which skips `__setattr__`
             for name in () if _has_same(vars(module), before) else {**before, **vars(module)}:
                 value, of_class = before.get(name, _ABSENT), getattr_static(type(module), name, None)
                 is_cached = name in _OF_ALL_MODULES or isinstance(of_class, functools.cached_property)
@@ -203,7 +203,7 @@ class ChangedState:
         elif all(
             table.get(name) is tensor and tensor._version == version for table, name, tensor, version in self._versions
         ) and not any(module.training for module in self._norms):
-            watched = []  # in most calls
+            watched = []  # no buffer was written, as in most calls
         for each in watched:
             if each.has_changed():
                 changed[each.key] = False
@@ -225,13 +225,13 @@ class ChangedState:
             is_own = path in self._own
             if path is None or (now is before and not is_own) or _is_equal(now, before):
                 continue
-            if not is_own:  # private attributes of libraries are notes of a call
+            if not is_own:  # skip private attributes of libraries, which only serve one call
                 replaced |= isinstance(now, nn.Module)
                 if name.startswith("_") or isinstance(now, nn.Module):
                     continue
             if dotted(path, name) not in self._plan.tensors:
                 changed["attribute", path, name] = now is before
-        if replaced:  # BigBird replaces its attention by the length of an input, again after a restart
+        if replaced:  # skip library modules: BigBird chooses its attention anew for each length of an input
             changed = {key: in_place for key, in_place in changed.items() if key[1] in self._own}
         return changed
 
@@ -244,13 +244,13 @@ class ChangedState:
                 now = vars(part).get(name, _ABSENT)
                 if now is not before.get(name, _ABSENT) and not _is_equal(now, before.get(name, _ABSENT)):
                     changed["config", prefix + name, ""] = False
-                    for other_prefix, other, _ in self._configs:  # copies of the configuration
+                    for other_prefix, other, _ in self._configs:  # some modules have a copy of the configuration
                         if other_prefix == prefix and now is not _ABSENT:
                             vars(other)[name] = now
         return changed
 
     def _make_ordinary(self, key: Key) -> None:
-        """Replace tensors of inference mode in an attribute: they have no versions."""
+        """Replace inference tensors in an attribute by ordinary tensors, which have version counters."""
         if key[0] == "attribute":
             module = self._model.get_submodule(key[1])
             for table in (vars(module), module._buffers):
@@ -258,7 +258,7 @@ class ChangedState:
                     table[key[2]] = _ordinary(table[key[2]])
 
     def report(self, number: int) -> StateReport | None:
-        """The changes that the caller has not confirmed, for the request of a number; None without changes."""
+        """Return the changes that the caller has not confirmed, as the report of request `number`, or None."""
         if not self._unseen:
             return None
         return StateReport(number, {key: self._change(key, in_place) for key, in_place in self._unseen.items()})
@@ -303,15 +303,15 @@ class ChangedState:
 
 def _has_same(now: dict[str, Any], before: dict[str, Any]) -> bool:
     try:
-        return now == before  # fast, because identical values are not compared
-    except Exception:  # another tensor, or an object of the program
+        return now == before  # fast, because `==` of dicts skips identical values
+    except Exception:  # values that cannot be compared, such as tensors, count as changed
         return False
 
 
 def _is_equal(now: Any, before: Any) -> bool:
     """Whether a value that code has set equals the value before."""
     if now is before:
-        return isinstance(now, PLAIN)  # the code may also have changed another object inside
+        return isinstance(now, PLAIN)  # an object of any other type may have been changed in place
     if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):
         return now.dtype == before.dtype and now.device == before.device and torch.equal(now, before)
     return is_same(now, before)

@@ -1,5 +1,5 @@
-"""Imports all modules that ranks need, compares the kernels with transformers, and digests transformers' code, once for
-all forks of a server."""
+"""Does, once for all forks of a fork server, what every rank needs: imports modules, compares the kernels with
+transformers' code, and computes digests of that code."""
 
 from parallelformers_ng.kernels import installation, recognition
 from parallelformers_ng.live_code.changes import remember_functions

@@ -21,7 +21,7 @@ from parallelformers_ng.sharding.stored import StoredInParts
 
 
 def install(device: torch.device) -> None:
-    """Install the functions that serve a kind of device. Every model of the process uses them. Idempotent."""
+    """Patch torch and transformers for a kind of device. All models of this process use the patches. Idempotent."""
     propose_after_prompt()
     if records.are_detailed():
         records.log_calls(StackInC, "run", lambda _, *steps: f"{len(steps)} steps in C, with the sums of all layers")
@@ -39,6 +39,6 @@ def install(device: torch.device) -> None:
 
 
 def install_kernels(model: nn.Module, plan: ShardPlan, device: torch.device) -> None:
-    """Make kernels compute modules of a rank's model, which is still whole, and may lack its tensors."""
+    """Patch modules of a rank's model to use kernels, before the model is sharded and has its weights."""
     kernels = installation if device.type == "cpu" else on_devices
     kernels.install(model, {layer.path for layer in plan.layers if layer.cls is StoredInParts})

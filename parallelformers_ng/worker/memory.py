@@ -7,11 +7,11 @@ from pathlib import Path
 import pynvml
 import torch
 
-_WIDTH = 75  # characters, as in torch's own tables
+_WIDTH = 75  # characters per line, as in torch's own tables
 
 
 class RankMemory:
-    """The memory of the rank that runs in the calling process.
+    """Measures the memory of the rank that runs in this process.
 
     Args:
         name: name of the device, "cuda:0", "cpu:1", …; on CPU the number is the rank.
@@ -24,7 +24,7 @@ class RankMemory:
         self._shard_bytes = shard_bytes
 
     def allocated(self) -> int:
-        """Bytes of the rank's weights on CPU; on CUDA, all bytes that torch has allocated."""
+        """Return the bytes of the rank's weights on CPU; on CUDA, all bytes that torch has allocated."""
         return self._shard_bytes if self._cuda is None else torch.cuda.memory_allocated(self._cuda)
 
     def reserved(self) -> int:
@@ -32,14 +32,14 @@ class RankMemory:
         return proportional_set_size() if self._cuda is None else torch.cuda.memory_reserved(self._cuda)
 
     def line(self) -> str:
-        """The allocated bytes in the format of Parallelformers: `GPU:0 => 2.72GB`."""
+        """Return the allocated bytes in the format of Parallelformers: `GPU:0 => 2.72GB`."""
         kind, _, number = self._name.partition(":")
         count = self.allocated()
         size = f"{count / 1e9:.2f}GB" if count >= 10_000_000 else f"{count / 1e6:.2f}MB"
         return f"{kind.upper() if self._cuda is None else 'GPU'}:{number} => {size}"
 
     def table(self) -> str:
-        """A memory table: torch's own table on CUDA, a table of the same format on CPU."""
+        """Return a table of memory: torch's own table on CUDA, a table of the same format on CPU."""
         own = self._cpu_table() if self._cuda is None else torch.cuda.memory_summary(self._cuda, abbreviated=True)
         return f"{own}\n{self.line()}\n"
 
@@ -62,25 +62,24 @@ class RankMemory:
 
 
 def proportional_set_size() -> int:
-    """PSS of this process in bytes: a shared page is divided by the number of processes that map it, so sums over
-    processes are right."""
+    """Return the PSS of this process in bytes. It divides each shared page by the number of processes that map it."""
     return _bytes_in("smaps_rollup", "Pss")
 
 
 def _bytes_in(file: str, key: str) -> int:
-    # The peak of `getrusage` would include the parent's peak.
+    # Read /proc, because the peak in `getrusage` would include the parent's peak.
     lines = Path(f"/proc/self/{file}").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def device_totals() -> str:
-    """A line for every NVIDIA device of the machine, with the memory that all processes use; "" without devices."""
+    """Return a line per NVIDIA device of the machine, with the memory that all processes use; "" without devices."""
     try:
         pynvml.nvmlInit()
         devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         used = [pynvml.nvmlDeviceGetMemoryInfo(device) for device in devices]
         pynvml.nvmlShutdown()
-    except pynvml.NVMLError:  # no driver, or a slice of a device, for which NVML has no figures
+    except pynvml.NVMLError:  # no driver, or a MIG slice, which NVML cannot measure
         return ""
     return "\n".join(
         f"GPU:{index} used {memory.used / 1e9:.2f}GB of {memory.total / 1e9:.2f}GB, all processes"
@@ -89,7 +88,7 @@ def device_totals() -> str:
 
 
 def _in_table(count: int) -> str:
-    """Format bytes like torch's tables: whole numbers; ten thousand of a unit are shown in the next larger unit."""
+    """Format bytes as in torch's tables: whole numbers, in the first unit that gives less than ten thousand."""
     size, units = float(count), ["B", "KB", "MB", "GB"]
     while size >= 10_000 and len(units) > 1:
         size, units = size / 1000, units[1:]

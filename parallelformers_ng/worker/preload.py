@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parallelformers_ng.runtime import forks
 
-# The module that the forking process imports before it forks ranks of a model.
+# Module that the fork server imports before it forks ranks of a model.
 IMPORTS = "parallelformers_ng.worker.imports"
 
 

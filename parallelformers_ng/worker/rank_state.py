@@ -25,12 +25,11 @@ from parallelformers_ng.sharding import look_ups
 
 
 class RankState:
-    """The data that one rank keeps from its calls.
+    """The data that one rank keeps from its calls for later calls.
 
     Attributes:
         steps: recorded decode steps (CUDA graphs): "call" for single calls, "rows" for batches.
-        trial: decides whether Triton kernels compute recorded steps; None before the first recording, or without
-            kernels.
+        trial: decides whether Triton kernels compute CUDA graphs; None before the first graph, or without kernels.
     """
 
     def __init__(self) -> None:
@@ -39,12 +38,12 @@ class RankState:
         self.trial: KernelTrial | None = None
 
     def forget_steps(self) -> None:
-        """Delete the recordings of steps, and free the memory of their caches."""
+        """Delete the CUDA graphs of decode steps, and free the memory of their KV caches."""
         for steps in self.steps.values():
             steps.forget()
 
     def invalidate(self, model: nn.Module) -> None:
-        """Delete all data that a change of the model makes invalid. Every change of the model calls this method."""
+        """Delete all data that depends on the model's state. Must be called after every change of the model."""
         self.forget_steps()
         if self.batch is not None:
             self.batch.forget_prefixes()

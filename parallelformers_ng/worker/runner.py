@@ -1,4 +1,4 @@
-"""Runs a rank's part of the model in its worker. The parent may call the runner's public methods."""
+"""Runs a rank's shard of the model in its worker. The parent calls the public methods of `ModelRunner`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ from parallelformers_ng.worker.weights import RankWeights
 
 
 class ModelRunner(RankWeights):
-    """The rank's part of a model and the methods that the parent calls.
+    """A rank's shard of a model, and the methods that the parent calls.
 
     A runner is empty when the worker starts. `build` and `attach` add a model; another `build` replaces the model. The
     constructor changes functions of torch and transformers in this process.
@@ -74,17 +74,17 @@ class ModelRunner(RankWeights):
         emit: function that sends the parent a value during a request; its attribute `sequence` is the request's number.
 
     Attributes:
-        code: the caller's changes of code that this process has applied.
+        code: changes of the caller's code that this process has applied.
         adapters: active adapters; None before the first call of a model with adapters.
-        alike: whether the devices of all ranks compute and draw the same numbers.
-        kernels: Triton kernels for recorded decode steps; None if no such kernels compute the model.
+        alike: whether the devices of all ranks compute and draw identical numbers; see `devices_alike`.
+        kernels: Triton kernels for CUDA graphs of decode steps; None if they do not support the model.
     """
 
     differences = staticmethod(differences)
 
     @staticmethod
     def extend_path(paths: list[str]) -> None:
-        """Let this rank import what the caller can import: a group may be older than entries of the caller's path."""
+        """Add the caller's import paths to this rank's: the group may have started before the caller added paths."""
         sys.path += [path for path in paths if path not in sys.path]
         importlib.invalidate_caches()
 
@@ -97,7 +97,7 @@ class ModelRunner(RankWeights):
         self.assistant = RankAssistant(rank, device, emit, communicator)
         install(device)
         note_stores()
-        gc.freeze()  # imported objects stay; a garbage collection that visits all of them would take 0.2 seconds
+        gc.freeze()  # excludes imported objects from garbage collections, which would take 0.2 s
 
     def _clear(self) -> None:
         super()._clear()
@@ -114,7 +114,7 @@ class ModelRunner(RankWeights):
         self.drop()
         if skeleton.code is not None:
             self._take_code(skeleton.code)
-        # Modelling code may draw from Python's and numpy's generators; equal seeds give equal draws on all ranks.
+        # Modelling code may draw from Python's and numpy's generators, and all ranks must draw the same numbers.
         random.seed(0)
         np.random.seed(0)
         model, self.plan = skeleton.build()
@@ -135,7 +135,7 @@ class ModelRunner(RankWeights):
         self.rank_state.invalidate(self.model)
 
     def drop(self) -> None:
-        """Delete the model; afterwards the worker is ready for another model."""
+        """Delete the model, so that the worker can build another model."""
         had_model = self.model is not None
         self.rank_state.drop(self.model)
         self._clear()
@@ -144,12 +144,12 @@ class ModelRunner(RankWeights):
         self.code.undo()
         serve_stock_code(True)
         if had_model:
-            gc.collect()  # modules are in reference cycles
+            gc.collect()  # modules are in reference cycles, which only the collector frees
             if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # other processes may need the memory
+                torch.cuda.empty_cache()  # returns unused memory, which other processes may need
 
     def run(self, call: Call) -> Answer | StateReport | None:
-        """Run a method of the model for the caller, with the caller's random state, configuration and adapters; ranks
+        """Run a method of the model for the caller, with the caller's random state, configuration and adapters. Ranks
         other than rank 0 return only what calls have changed in the model."""
         self._prepare(call)
         with self.state.during(self.emit.sequence, call.confirmed):
@@ -197,7 +197,7 @@ class ModelRunner(RankWeights):
                 output = mapped(output, (Cache, OwnHeads), lambda part: self._outgoing(part, used), in_place=True)
             if call.unsure:
                 check_is_whole(output, self.communicator, call.path)
-        self._running = 0, None  # the objects may be large
+        self._running = 0, None  # frees the objects, which may be large
         return Answer(
             output=output,
             rng=draws.moved(),
@@ -211,7 +211,7 @@ class ModelRunner(RankWeights):
         )
 
     def changes_of_failed(self, number: int) -> Changes | None:
-        """Changes by the call with this number, which raised an error, in its arguments."""
+        """Return what the call with this number, which raised an error, changed in its arguments."""
         (running, state), self._running = self._running, (0, None)
         return None if state is None or running != number else state.changes()
 
@@ -238,7 +238,7 @@ class ModelRunner(RankWeights):
             return self.rank_state.batch.run(order, calls)
 
     def recorder(self) -> CudaRecorder | str:
-        """A recorder of decode steps for this rank's device, or the reason why decode steps are not recorded."""
+        """Return a recorder that captures decode steps as CUDA graphs, or the reason why this rank cannot capture."""
         if self.device.type != "cuda":
             return NO_DEVICE
         if not self.communicator.capturable:
@@ -249,19 +249,19 @@ class ModelRunner(RankWeights):
 
     @contextlib.contextmanager
     def _on_device(self, models: Sequence[Any], kwargs: dict[str, Any], at_end: bool = True) -> Iterator[None]:
-        """Run a request in this context without waits for the device: ids, masks and stops are checked at its end. The
-        request checks the ids itself if `at_end` is False."""
+        """Run a request without waits for the device: ids, masks and stops are checked at its end. With `at_end=False`,
+        the request checks the ids itself."""
         watched = self.hooks.present or any(kwargs.get(name) is not None for name in STATEFUL)
         try:
             with look_ups.checked_look_ups(at_end), known_masks(models), deferring(not watched):
                 yield
         except torch.OutOfMemoryError:
-            self.forget_steps()  # the next request may need the memory of the recordings
+            self.forget_steps()  # the next request may need the memory of the CUDA graphs
             raise
 
     @contextlib.contextmanager
     def _capturing(self, module: Any, wanted: bool) -> Iterator[Callable[[], str]]:
-        """Capture decode steps in this context if `wanted`; yield a function that returns why none were captured."""
+        """Capture decode steps inside the `with` block if `wanted`; yield a function that returns why none was."""
         captured = self._captured_steps("call") if wanted else ""
         if isinstance(captured, str):
             yield lambda: captured
@@ -270,7 +270,7 @@ class ModelRunner(RankWeights):
             yield lambda: captured.reason
 
     def _captured_steps(self, kind: str) -> CapturedSteps | str:
-        """Recordings for a kind of call ("call" or "rows"), or the reason why steps are not recorded."""
+        """Return the CUDA graphs for a kind of call ("call" or "rows"), or the reason why none can be captured."""
         if kind not in self.rank_state.steps:
             recorder = self.recorder()
             if isinstance(recorder, str):
@@ -294,7 +294,7 @@ class ModelRunner(RankWeights):
             self.rank_state.invalidate(self.model)
         if call.hooks is not None or self.hooks.present:
             self.hooks.install(call.hooks, call.cache_block)
-            # Hooks change what the model computes, and may set attributes of modules.
+            # Hooks change what the model computes, so kept data is no longer valid.
             self.rank_state.invalidate(self.model)
         if call.attributes or call.configs or call.environment:
             self._take_changes(call)
@@ -317,7 +317,7 @@ class ModelRunner(RankWeights):
         return self.caches.get(number, subcache)
 
     def _outgoing(self, part: Cache | OwnHeads, known: Container[int] = ()) -> Any:
-        """The handle of a cache, or all heads of attention weights."""
+        """Prepare a value for the caller: make a `Handle` for a cache, and gather all heads of attention weights."""
         return gathered(part) if isinstance(part, OwnHeads) else self.caches.handle(handed_out(part), known)
 
     def _take_changes(self, call: Call) -> None:
@@ -336,11 +336,11 @@ class ModelRunner(RankWeights):
             self.rank_state.invalidate(self.model)
 
     def ping(self) -> list[int]:
-        """Numbers of all ranks, gathered with the communicator that decode steps also use."""
+        """Return the numbers of all ranks, gathered with the same communicator as in decode steps."""
         return self.communicator.all_gather(torch.tensor([self.rank], device=self.device)).tolist()
 
     def memory(self, what: str, name: str) -> Any:
-        """Run the method `what` of `RankMemory` for this rank's device, which the caller calls `name`."""
+        """Call the method `what` of `RankMemory` for this rank's device, which the caller calls `name`."""
         plans = [plan for plan in (self.plan, self.assistant.plan) if plan is not None]
         memory = RankMemory(self.device, name, sum(plan.bytes_in("device", self.rank) for plan in plans))
         return getattr(memory, what)()

@@ -1,4 +1,4 @@
-"""Manages the weights of a rank: takes weights from the parent's memory or from files, saves and exports weights."""
+"""Manages the weights of a rank: reads weights from shared memory or files, saves them and exports them."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from parallelformers_ng.worker.changed_state import ChangedState, StateReport
 
 
 class RankWeights:
-    """The part of `ModelRunner` that loads, saves and exports weights.
+    """Base class of `ModelRunner` that loads, saves and exports weights.
 
     Attributes:
-        checkpoint: files of the weights that `load` takes; empty after `loaded`.
+        checkpoint: files from which `load` reads weights; empty after `loaded`.
         aliases: storage name of a tensor → all names of the tensor.
         staging: buffer for copies to the device; None while no copy needs the buffer.
-        moves: loads layers that are not always on the device; None if all layers stay on the device.
-        state: changes of the model by calls; None before `loaded`.
+        moves: loads offloaded layers when they run; None if all layers stay on the device.
+        state: tracks changes that calls make to the model; None before `loaded`.
     """
 
     moves: Moves | None = None
@@ -67,12 +67,12 @@ class RankWeights:
         self.generating = [module for module in model.modules() if isinstance(module, GenerationMixin)]
 
     def attach(self, fds: Sequence[FileDescriptor], checkpoint: Checkpoint) -> None:
-        """Take the weights in the parent's shared memory, which a CPU rank maps and a CUDA rank copies, except weights
-        on disk.
+        """Take the weights that are in the parent's shared memory. A CPU rank maps them. A CUDA rank copies them to its
+        device, except weights that stay on disk.
 
         Args:
             fds: descriptors of the shared memory, see `map_shards`; they are closed, also after an error.
-            checkpoint: files with all other weights, which `load` takes.
+            checkpoint: files with all other weights, which `load` reads.
         """
         assert self.plan is not None, "build comes before attach"
         self.checkpoint = checkpoint
@@ -89,8 +89,8 @@ class RankWeights:
             set_tensor(self.model, name, mapped[tensor.storage], tensor.is_buffer)
 
     def load(self, names: list[str]) -> None:
-        """Take this rank's part of stored tensors from the checkpoint's files: mapped if a file has it in the form that
-        this rank needs, otherwise copied."""
+        """Read this rank's shards of stored tensors from the checkpoint's files. A shard is mapped if a file has it in
+        the form that this rank needs, and copied otherwise."""
         assert self.plan is not None
         pending = 0
         for stored in names:
@@ -105,11 +105,11 @@ class RankWeights:
                 pending = 0
 
     def loaded(self) -> None:
-        """Finish loading when all weights are complete: close the readers. Tensors keep their files mapped."""
+        """Finish loading after the last weight, and close the readers. Mapped files stay mapped."""
         self.checkpoint = Checkpoint({})
         self.staging = None
         if self.device.type != "cpu" and self.plan is not None and self.plan.tiers is None:
-            lay_side_by_side(self.model)  # not on CPU, because the copied weights would no longer be mapped
+            lay_side_by_side(self.model)  # only on CUDA: on CPU a copy of a weight would no longer be a mapped file
         self._move_layers()
         gc.collect()
         give_back_freed()
@@ -119,7 +119,7 @@ class RankWeights:
         self.state = ChangedState(self.model, self.plan, self.rank)
 
     def put_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Set this rank's shards of tensors that earlier calls have changed: storage name → shard."""
+        """Set this rank's shards of tensors that earlier calls have changed. `tensors`: storage name → shard."""
         self.state.put({name: tensor.to(self.device) for name, tensor in tensors.items()})
 
     def state_changes(self) -> StateReport | None:
@@ -152,11 +152,12 @@ class RankWeights:
         return None if self.plan is None else self.plan.tiers
 
     def _place(self, stored: str) -> Place:
-        """Place of a tensor on this rank while its layer does not run."""
+        """Return where a tensor is while its layer does not run: on the device, on the CPU or on disk."""
         return "device" if self._tiers is None else self._tiers.place(stored, self.rank)
 
     def _for_device(self, stored: str, tensor: torch.Tensor) -> torch.Tensor:
-        # To the device through a buffer of bounded size, to page-locked RAM, or nowhere: a mapped file.
+        # Copy to the device through a buffer of bounded size, or to page-locked RAM. A tensor on disk stays a mapped
+        # file.
         place = self._place(stored)
         if place == "disk":
             return tensor
@@ -166,8 +167,8 @@ class RankWeights:
         return self.staging.to_device(tensor)
 
     def _read(self, stored: str, node: Node, shard: Shard) -> torch.Tensor:
-        # On a CPU rank with offloaded layers, the parts of all other layers are copied, so that the system cannot take
-        # their memory for offloaded layers.
+        # A CPU rank with offloaded layers copies the shards of all other layers, so that the system cannot drop their
+        # pages to make room for offloaded layers.
         if self._place(stored) == "disk":
             return read_shard(node, shard, self.rank)
         if self.device.type == "cpu":
@@ -181,7 +182,7 @@ class RankWeights:
         return part
 
     def save(self, directory: str, names: list[str], limit: int) -> list[WrittenFile]:
-        """Write this rank's files of a sharded directory, of at most `limit` bytes each; see `write_rank`."""
+        """Write this rank's files of a sharded directory, of at most `limit` bytes each."""
         assert self.plan is not None
         return write_rank(Path(directory), self.plan, names, self.rank, limit, self._own_part, self.emit)
 
@@ -189,11 +190,11 @@ class RankWeights:
         return get_tensor(self.model, tensor.name, tensor.is_buffer).detach()
 
     def export(self, names: list[str]) -> list[torch.Tensor]:
-        """This rank's part of each stored tensor in `names` (storage names), on CPU and still quantized."""
+        """Return this rank's shard of each stored tensor in `names`, on CPU and still quantized."""
         assert self.plan is not None
         return [self._own_part(self.plan.tensors[name]).cpu() for name in names]
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in page-locked memory, from which copies to a device are asynchronous."""
+    """Return a copy in page-locked memory, so that copies to a device are asynchronous."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
