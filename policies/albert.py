@@ -7,7 +7,9 @@ class AlbertPolicy(Policy):
     block = "AlbertLayer"
     plan = {
         "attention": Heads("num_attention_heads", scaled=("all_head_size",)),
-        **dict.fromkeys(("attention.query", "attention.key", "attention.value"), Column()),
+        "attention.query": Column(),
+        "attention.key": Column(),
+        "attention.value": Column(),
         "attention.dense": Row(),
         "ffn": Column(),
         "ffn_output": Row(),

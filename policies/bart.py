@@ -2,7 +2,9 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 ATTENTION = {
     "self_attn": Heads("num_heads", scaled=("embed_dim",)),
-    **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), Column()),
+    "self_attn.q_proj": Column(),
+    "self_attn.k_proj": Column(),
+    "self_attn.v_proj": Column(),
     "self_attn.out_proj": Row(),
 }
 

@@ -2,7 +2,9 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 ATTENTION = {
     "attention.self": Heads("num_attention_heads", scaled=("all_head_size",)),
-    **dict.fromkeys(("attention.self.query", "attention.self.key", "attention.self.value"), Column()),
+    "attention.self.query": Column(),
+    "attention.self.key": Column(),
+    "attention.self.value": Column(),
     "attention.output.dense": Row(heads="attention.self"),
 }
 MLP = {"intermediate.dense": Column(), "output.dense": Row()}

@@ -3,7 +3,9 @@ from parallelformers_ng.sharding.rules import Column, Experts, Heads, Policy, Re
 
 LATENT_ATTENTION = {
     "self_attn": Heads("num_heads"),
-    **dict.fromkeys(("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj"), Column()),
+    "self_attn.q_proj": Column(),
+    "self_attn.q_b_proj": Column(),
+    "self_attn.kv_b_proj": Column(),
     "self_attn.o_proj": Row(),
 }
 
@@ -78,7 +80,9 @@ class KimiDeltaAttentionPolicy(Policy):
     block = "KimiLinearDeltaAttention"
     plan = {
         "": Heads("num_heads", scaled=("qkv_dim",)),
-        **dict.fromkeys(("q_proj", "k_proj", "v_proj"), Column()),
+        "q_proj": Column(),
+        "k_proj": Column(),
+        "v_proj": Column(),
         "conv1d": Column(fused=3),
         "forget_gate.f_b_proj": Column(),
         "forget_gate.dt_bias": Slice(0),

@@ -3,7 +3,9 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 HEADS = {
     "attention": Heads("num_heads", scaled=("embed_dim",)),
-    **dict.fromkeys(("attention.q_proj", "attention.k_proj", "attention.v_proj"), Column()),
+    "attention.q_proj": Column(),
+    "attention.k_proj": Column(),
+    "attention.v_proj": Column(),
 }
 ATTENTION = {**HEADS, "attention.o_proj": Row()}
 

@@ -7,7 +7,9 @@ class DistilBertPolicy(Policy):
     block = "TransformerBlock"
     plan = {
         "attention": Heads("n_heads", scaled=("dim",)),
-        **dict.fromkeys(("attention.q_lin", "attention.k_lin", "attention.v_lin"), Column()),
+        "attention.q_lin": Column(),
+        "attention.k_lin": Column(),
+        "attention.v_lin": Column(),
         "attention.out_lin": Row(),
         "ffn.lin1": Column(),
         "ffn.lin2": Row(),

@@ -8,8 +8,12 @@ class FunnelPolicy(Policy):
     block = "FunnelLayer"
     plan = {
         "attention": Heads("config.n_head", scaled=("config.n_head",)),
-        **dict.fromkeys(("attention.q_head", "attention.k_head", "attention.v_head"), Column()),
-        **dict.fromkeys(("attention.r_w_bias", "attention.r_r_bias", "attention.r_s_bias"), Slice(0)),
+        "attention.q_head": Column(),
+        "attention.k_head": Column(),
+        "attention.v_head": Column(),
+        "attention.r_w_bias": Slice(0),
+        "attention.r_r_bias": Slice(0),
+        "attention.r_s_bias": Slice(0),
         "attention.r_kernel": Slice(1),
         "attention.seg_embed": Slice(1),
         "attention.post_proj": Row(),

@@ -7,7 +7,9 @@ class GroundingDinoAttentionPolicy(Policy):
     block = ("GroundingDinoMultiheadAttention", "MMGroundingDinoMultiheadAttention")
     plan = {
         "": Heads("num_attention_heads", scaled=("all_head_size",), biases=("attention_mask",)),
-        **dict.fromkeys(("query", "key", "value"), Column()),
+        "query": Column(),
+        "key": Column(),
+        "value": Column(),
         "out_proj": Row(),
     }
 
@@ -23,7 +25,9 @@ class GroundingDinoDeformablePolicy(Policy):
     )  # fmt: skip
     plan = {
         "": Heads("n_heads", scaled=("d_model",), weights_dim=2),
-        **dict.fromkeys(("sampling_offsets", "attention_weights", "value_proj"), Column()),
+        "sampling_offsets": Column(),
+        "attention_weights": Column(),
+        "value_proj": Column(),
         "output_proj": Row(),
     }
 

@@ -11,6 +11,8 @@ class LukePolicy(BertPolicy):
         **ATTENTION,
         **MLP,
         "attention.self": Heads("num_attention_heads", scaled=("all_head_size",), weights=2),
-        **dict.fromkeys(("attention.self.w2e_query", "attention.self.e2w_query", "attention.self.e2e_query"), Column()),
+        "attention.self.w2e_query": Column(),
+        "attention.self.e2w_query": Column(),
+        "attention.self.e2e_query": Column(),
     }
     optional = ("attention.self.w2e_query", "attention.self.e2w_query", "attention.self.e2e_query")

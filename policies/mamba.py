@@ -39,7 +39,9 @@ class Mamba2Policy(Policy):
         "": Heads("num_heads", "n_groups", scaled=("intermediate_size",)),
         "in_proj": Column(fused=(INNER, INNER, STATE, STATE, TIME_STEP)),
         "conv1d": Column(fused=(INNER, STATE, STATE), widths=("conv_dim",)),
-        **dict.fromkeys(("A_log", "D", "dt_bias"), Slice(0)),
+        "A_log": Slice(0),
+        "D": Slice(0),
+        "dt_bias": Slice(0),
         "norm": Norm(),
         "out_proj": Row(),
     }

@@ -3,7 +3,9 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 _ATTENTION = {
     "self_attn": Heads("num_attn_heads", biases=("attention_mask",), input_width=True),
-    **dict.fromkeys(("self_attn.query_proj", "self_attn.key_proj", "self_attn.value_proj"), Column()),
+    "self_attn.query_proj": Column(),
+    "self_attn.key_proj": Column(),
+    "self_attn.value_proj": Column(),
     "self_attn.out_proj": Row(),
 }
 

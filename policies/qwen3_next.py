@@ -41,7 +41,9 @@ class Qwen35DeltaNetPolicy(Policy):
     plan = {
         **DELTA_NET,
         "in_proj_qkv": Column(fused=(KEY, KEY, VALUE)),
-        **dict.fromkeys(("in_proj_z", "in_proj_b", "in_proj_a"), Column()),
+        "in_proj_z": Column(),
+        "in_proj_b": Column(),
+        "in_proj_a": Column(),
     }
 
 

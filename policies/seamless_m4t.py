@@ -20,7 +20,10 @@ class SeamlessConformerAttentionPolicy(Policy):
     block = ("SeamlessM4TConformerSelfAttention", "SeamlessM4Tv2ConformerSelfAttention")
     plan = {
         "": Heads("num_heads"),
-        **dict.fromkeys(("linear_q", "linear_k", "linear_v", "linear_pos"), Column()),
+        "linear_q": Column(),
+        "linear_k": Column(),
+        "linear_v": Column(),
+        "linear_pos": Column(),
         "pos_bias_u": Slice(0),
         "pos_bias_v": Slice(0),
         "linear_out": Row(),

@@ -10,7 +10,9 @@ class SqueezeBertPolicy(Policy):
     block = "SqueezeBertModule"
     plan = {
         "attention": Heads("num_attention_heads", scaled=("all_head_size",), weights="attention_score"),
-        **dict.fromkeys(("attention.query", "attention.key", "attention.value"), Column()),
+        "attention.query": Column(),
+        "attention.key": Column(),
+        "attention.value": Column(),
         "post_attention.conv1d": Row(heads="attention"),
         "intermediate.conv1d": Column(gather=True),
         "output.conv1d": Column(gather=True),

@@ -8,7 +8,9 @@ class T5AttentionPolicy(Policy):
     block = ("T5Attention", "MT5Attention", "SwitchTransformersAttention")
     plan = {
         "": Heads("n_heads", scaled=("inner_dim",), weights=2, more_weights=((1, 1),)),
-        **dict.fromkeys(("q", "k", "v"), Column()),
+        "q": Column(),
+        "k": Column(),
+        "v": Column(),
         "o": Row(),
         "relative_attention_bias": Column(),
     }

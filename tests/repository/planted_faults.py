@@ -2,8 +2,8 @@
 
 python -m tests.repository.planted_faults [NAME …]     the faults of planted_faults.toml, or those with these names
 
-A fault is found if a test fails. The tests that are most likely to fail run first; if they pass, all tests with the mark
-`quick` run. Exit status 1 means that a fault was not found.
+A fault is found if a test fails. The tests that are most likely to fail run first; if they pass, all tests with the
+mark `quick` run. Exit status 1 means that a fault was not found.
 """
 
 from __future__ import annotations
