@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from parallelformers_ng.collectives.two_stage import TwoStageCommunicator
 from parallelformers_ng.wire.signed import Session
 
 BACKENDS = ("auto", "shared_memory", "gloo", "nccl")
+MULTI_RANK_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"  # environment variable that NCCL reads, from NCCL 2.30 on
 
 
 def chosen_backend(backend: str, device_type: str) -> str:
@@ -43,7 +45,8 @@ def why_unserved(backend: str, device_type: str, device_ids: Sequence[int] | Non
         return (
             f"torch {torch.__version__} was built without NCCL; pass backend='shared_memory', or install another torch"
         )
-    if backend == "nccl" and device_ids is not None and len(set(device_ids)) < len(device_ids):
+    has_device_twice = device_ids is not None and len(set(device_ids)) < len(device_ids)
+    if backend == "nccl" and has_device_twice and os.environ.get(MULTI_RANK_GPU) != "1":
         return (
             f"device_ids {list(device_ids)} name a device twice, but NCCL needs one device for each rank; pass"
             " backend='shared_memory' for several ranks on one device"
