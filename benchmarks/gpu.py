@@ -358,9 +358,13 @@ def page(known: dict[str, Any]) -> str:
         text += [f"## {shape}", "", "| what | figures |", "| --- | --- |"]
         for name, values in figures.items():
             values = values if isinstance(values, dict) else {"": values}
-            text.append(f"| {name} | {'; '.join(f'{unit} {value:.4g}'.strip() for unit, value in values.items())} |")
+            text.append(f"| {name} | {'; '.join(f'{unit} {_short(value)}'.strip() for unit, value in values.items())} |")
         text.append("")
     return "\n".join(text)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)
 
 
 def complaint(name: str, error: BaseException) -> str:
