@@ -358,7 +358,9 @@ def page(known: dict[str, Any]) -> str:
         text += [f"## {shape}", "", "| what | figures |", "| --- | --- |"]
         for name, values in figures.items():
             values = values if isinstance(values, dict) else {"": values}
-            text.append(f"| {name} | {'; '.join(f'{unit} {_short(value)}'.strip() for unit, value in values.items())} |")
+            text.append(
+                f"| {name} | {'; '.join(f'{unit} {_short(value)}'.strip() for unit, value in values.items())} |"
+            )
         text.append("")
     return "\n".join(text)
 

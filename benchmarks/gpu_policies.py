@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_policies [POLICY …] [--seconds 260] [--json OUT]
 
 The forward pass and four greedy tokens must equal those of the plain model on the CPU. The results are in OUT, and on
-the page beside OUT. A policy that was equal in an earlier run is left out, until all are; then the next run begins anew.
-The policies that the time does not allow are named, for the next run. The program fails if a result is wrong.
+the page beside OUT. Policies that were equal in earlier runs are left out, until all are; then the next run begins
+anew. The program counts the policies that the time does not allow, and fails if a result is wrong.
 """
 
 from __future__ import annotations
