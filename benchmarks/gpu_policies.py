@@ -12,22 +12,25 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from benchmarks import gpu
 from parallelformers_ng import parallelize
-from parallelformers_ng.autopolicy.select import select
-from parallelformers_ng.sharding.policy_registry import written_policies
+from parallelformers_ng.autopolicy.twin import difference
+from parallelformers_ng.autopolicy.twin import run as run_module
 from tests.devices.one_card.place import Place, sharing_a_card
-from tests.zoo.build import largest_difference
-from tests.zoo.case import Case
 from tests.zoo.families import ALL
+from tests.zoo.judge import twin_of
+from tests.zoo.of_policies import CASES, TWINS
 
 RANKS, TOKENS = 2, 4
-EQUAL = "equal"
+TWIN = "twin of "
+EQUAL, HEADING = "equal", "Policies on tiny models"
 MAX_DIFFERENCE = 1e-2
 """Largest difference of an output, as a share of its largest number. cuDNN may round inputs of convolutions to 10 bits;
 a wrong shard differs by more than a tenth."""
@@ -35,39 +38,57 @@ MIN_GAP = 1e-3
 """Smallest distance between the two best logits at which a token must be the plain model's."""
 
 
-def cases(names: set[str]) -> dict[str, Case]:
-    """Return policy → tiny model for the policies with these names. A model counts for all its policies."""
-    chosen: dict[str, Case] = {}
-    for case in ALL:
-        if names <= chosen.keys():
-            break
-        for policy in select(case.make(), world_size=RANKS).policies:
-            if policy.__name__ in names:
-                chosen.setdefault(policy.__name__, case)
-    return chosen
+@dataclass
+class Tiny:
+    """A tiny model, and the results of the plain model.
+
+    Attributes:
+        probes: (path of a module, inputs, tensors of its output).
+        prompt: arguments of `generate`; None if the model does not generate.
+        tokens: the plain model's tokens, prompt included, and the number of them before its first close decision.
+    """
+
+    model: Any
+    probes: list[tuple[str, dict[str, Any], list[torch.Tensor]]]
+    prompt: dict[str, Any] | None = None
+    tokens: tuple[torch.Tensor, int] | None = None
 
 
-def problem(case: Case, place: Place) -> str:
-    """Return the difference between the sharded model and the plain model, in words; "" if they are equal."""
+def tiny(name: str) -> Tiny:
+    """Return a model of the zoo, or of a model type that the zoo has not."""
+    if name.startswith(TWIN):
+        twin = twin_of(name.removeprefix(TWIN), varied=False)
+        probes = [
+            (each.path, each.inputs, each.expected) for each in twin.probes if each.path not in twin.single_layers
+        ]
+        return Tiny(twin.model, probes)
+    case = {case.name: case for case in ALL}[name]
     model, inputs = case.make(), case.inputs()
-    prompt = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
     with torch.no_grad():
-        want = model(**inputs)[0]
-    wanted = _tokens(model, prompt) if case.generates and not case.at_odds else None
-    with parallelize(model, workers=place.group(RANKS), progress=False):
-        difference = largest_difference(model(**inputs)[0], want)
-        if not difference <= MAX_DIFFERENCE:
-            return f"the output differs by {difference:.2g}"
-        if wanted is not None:
-            sequences, count = wanted
-            got = model.generate(**prompt, max_new_tokens=TOKENS, do_sample=False)
+        want = run_module(model, inputs)[:1]
+    if not case.generates or case.at_odds:
+        return Tiny(model, [("", inputs, want)])
+    prompt = {key: value for key, value in inputs.items() if key != "decoder_input_ids"}
+    return Tiny(model, [("", inputs, want)], prompt, _tokens(model, prompt))
+
+
+def problem(name: str, place: Place) -> str:
+    """Return the difference between the sharded model and the plain model, in words; "" if they are equal."""
+    each = tiny(name)
+    with parallelize(each.model, workers=place.group(RANKS), progress=False) as model:
+        for path, inputs, wanted in each.probes:
+            for got, want in zip(run_module(model.get_submodule(path), inputs), wanted, strict=False):
+                if not (off := difference(got, want)) <= MAX_DIFFERENCE:
+                    return f"{path or 'the output'} differs by {off:.2g}"
+        if each.tokens is not None:
+            sequences, count = each.tokens
+            got = model.generate(**each.prompt, max_new_tokens=TOKENS, do_sample=False)
             if not torch.equal(got[:, :count], sequences[:, :count]):
                 return "other tokens"
     return ""
 
 
 def _tokens(model: Any, prompt: dict[str, Any]) -> tuple[torch.Tensor, int]:
-    """Return the plain model's tokens, prompt included, and the number of them before its first close decision."""
     how = {"max_new_tokens": TOKENS, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
     output = model.generate(**prompt, **how)
     best, second = torch.stack(output.scores).float().topk(2).values.unbind(-1)
@@ -76,55 +97,52 @@ def _tokens(model: Any, prompt: dict[str, Any]) -> tuple[torch.Tensor, int]:
     return output.sequences, output.sequences.shape[1] - len(close) + sure
 
 
+def models() -> dict[str, list[str]]:
+    """Return name of a tiny model → names of its policies, without model types that this transformers lacks."""
+    twins = {TWIN + name: policies for name, policies in TWINS.items() if name in CONFIG_MAPPING_NAMES}
+    return {name: policies.split() for name, policies in (CASES | twins).items()}
+
+
 def run(options: argparse.Namespace) -> list[str]:
     """Run the policies that are due until the time is up, and return the complaints."""
-    begun, clock = time.monotonic(), gpu.Clock(options.seconds)
-    options.shape = "tiny models"  # the heading of the page
-    every = {policy.__name__ for policy in written_policies()}
+    clock, options.shape = gpu.Clock(options.seconds), HEADING
+    every = {policy: name for name, policies in models().items() for policy in policies}
+    if unknown := set(options.policies) - every.keys():
+        return [f"unknown policies: {', '.join(sorted(unknown))}; there are {', '.join(sorted(every))}"]
     known = _known(options.json)
-    done = {name for name in every if known.get(name) == EQUAL}
-    due = set(options.policies) or every - done or every
-    chosen = cases(due)
-    wrong = [f"{name}: no model of the zoo has this policy" for name in sorted(due - chosen.keys())]
-    print(f"{len(due)} policies, found in {time.monotonic() - begun:.0f} s", flush=True)
-    results: dict[str, str] = {}  # name of a model → result
-    left = []
+    left = sorted(set(options.policies) or {each for each in every if known.get(each) != EQUAL} or every)
+    print(f"due: {len(left)} of {len(every)} policies", flush=True)
+    wrong: list[str] = []
     with sharing_a_card():
         place = Place()
-        for name in sorted(chosen):
-            case = chosen[name]
-            if case.name not in results:
-                if not clock.has_time_for(name):
-                    left.append(name)
-                    continue
-                since = time.monotonic()
-                results[case.name] = _result(name, case, place)
-                clock.note(time.monotonic() - since)
-            gpu.save(options, name, results[case.name])
-            if results[case.name] != EQUAL:
-                wrong.append(f"{name}: {case.name}: {results[case.name]}")
+        while left and clock.has_time_for(left[0]):
+            name, begun = every[left[0]], time.monotonic()
+            try:
+                result = problem(name, place) or EQUAL
+            except Exception as error:  # the other policies run all the same
+                result = gpu.complaint(name, error)
+            clock.note(time.monotonic() - begun)
+            for policy in [each for each in left if every[each] == name]:
+                left.remove(policy)
+                gpu.save(options, policy, result)
+                wrong += [f"{policy}: {name}: {result}"] if result != EQUAL else []
         place.close()
-    print(f"{len(chosen) - len(left)} policies run, {len(left)} left for the next run", flush=True)
+    print(f"left for the next run: {', '.join(left) or 'none'}", flush=True)
     return wrong
-
-
-def _result(name: str, case: Case, place: Place) -> str:
-    try:
-        return problem(case, place) or EQUAL
-    except Exception as error:  # the other policies run all the same
-        return gpu.complaint(name, error)
 
 
 def _known(file: str | None) -> dict[str, Any]:
     if file is None or not Path(file).exists():
         return {}
-    known: dict[str, Any] = json.loads(Path(file).read_text()).get("tiny models", {})
+    known: dict[str, Any] = json.loads(Path(file).read_text()).get(HEADING, {})
     return known
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("policies", nargs="*", metavar="POLICY", help="names of policies; default: those that are due")
+    parser.add_argument(
+        "policies", nargs="*", metavar="POLICY", help="such as Llama; default: the policies that are due"
+    )
     parser.add_argument("--seconds", type=float, default=260.0)
     parser.add_argument("--json")
     gpu.end_with(run, parser.parse_args())
