@@ -89,8 +89,8 @@ def problem(name: str, place: Place) -> str:
 
 
 def _tokens(model: Any, prompt: dict[str, Any]) -> tuple[torch.Tensor, int]:
-    how = {"max_new_tokens": TOKENS, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
-    output = model.generate(**prompt, **how)
+    scored = {"max_new_tokens": TOKENS, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    output = model.generate(**prompt, **scored)
     best, second = torch.stack(output.scores).float().topk(2).values.unbind(-1)
     close = ((best - second) <= MIN_GAP).any(-1).tolist()
     sure = close.index(True) if True in close else len(close)

@@ -45,10 +45,10 @@ def why_unserved(backend: str, device_type: str, device_ids: Sequence[int] | Non
         return (
             f"torch {torch.__version__} was built without NCCL; pass backend='shared_memory', or install another torch"
         )
-    has_device_twice = device_ids is not None and len(set(device_ids)) < len(device_ids)
-    if backend == "nccl" and has_device_twice and os.environ.get(MULTI_RANK_GPU) != "1":
+    ids = list(device_ids or ())
+    if backend == "nccl" and len(set(ids)) < len(ids) and os.environ.get(MULTI_RANK_GPU) != "1":
         return (
-            f"device_ids {list(device_ids)} name a device twice, but NCCL needs one device for each rank; pass"
+            f"device_ids {ids} name a device twice, but NCCL needs one device for each rank; pass"
             " backend='shared_memory' for several ranks on one device"
         )
     if backend == "shared_memory" and not is_built():

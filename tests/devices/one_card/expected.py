@@ -14,11 +14,11 @@ def without_ties(whole: Any, tokens: int, rows: int = 2, length: int = 7, beams:
 
     No greedy token was a close decision, because ranks round sums otherwise than one process.
     """
-    how = {"max_new_tokens": tokens, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    scored = {"max_new_tokens": tokens, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
     for seed in range(200):
         ids = torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        output = whole.generate(**inputs, **how)
+        output = whole.generate(**inputs, **scored)
         best, second = torch.stack(output.scores).topk(2).values.unbind(-1)
         if (best - second).min() > 1e-2:
             more = {"max_new_tokens": tokens, "do_sample": False, "num_beams": beams}

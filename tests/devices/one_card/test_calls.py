@@ -34,11 +34,11 @@ def test_a_seed_repeats_sampled_tokens(ranks: int, place: Place) -> None:
     """A device draws otherwise than the CPU, so the plain model only says which tokens could be drawn: its best 5."""
     whole, tokens = decoder("Llama"), 16
     ids = torch.arange(3, 10)[None]
-    how = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": True, "top_k": 5}
+    sampling = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": True, "top_k": 5}
     drawn = []
     for decode in ("auto", "eager"):
         with parallelize(decoder("Llama"), workers=place.group(ranks), decode=decode) as model:
-            drawn += [model.generate(ids, seed=seed, **how) for seed in (5, 5, 6, 5)]
+            drawn += [model.generate(ids, seed=seed, **sampling) for seed in (5, 5, 6, 5)]
     first, _, other, *_ = drawn
     assert all(torch.equal(each, first) for number, each in enumerate(drawn) if number % 4 != 2)
     assert not torch.equal(first, other)

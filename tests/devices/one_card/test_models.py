@@ -37,10 +37,10 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 TOKENS = 12
 
 
-def equals_plain(family: str, ranks: int, place: Place, decode: Any = "auto", **how: Any) -> None:
+def equals_plain(family: str, ranks: int, place: Place, decode: Any = "auto") -> None:
     """Assert equal tokens of three calls: the first ones record the steps that the last one replays."""
     inputs, want = without_ties(FAMILIES[family](), TOKENS)
-    with parallelize(FAMILIES[family](), workers=place.group(ranks), decode=decode, **how) as model:
+    with parallelize(FAMILIES[family](), workers=place.group(ranks), decode=decode) as model:
         for _ in range(3):
             assert torch.equal(greedy(model, inputs, TOKENS), want)
 

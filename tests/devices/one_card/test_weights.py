@@ -41,8 +41,8 @@ def test_quantized_weights(scheme: str, place: Place) -> None:
             encoding = Encoding(scheme, -1, GROUPS[scheme] or layer.in_features)
             layer.weight.data = encoding.decode(*encoding.encode(layer.weight.detach()), layer.weight.dtype)
     inputs, want = without_ties(whole, TOKENS)
-    how = {"scheme": scheme, "group": GROUPS[scheme]}
-    with parallelize(_llama(), workers=place.group(2), quantize=how) as model:
+    quantize = {"scheme": scheme, "group": GROUPS[scheme]}
+    with parallelize(_llama(), workers=place.group(2), quantize=quantize) as model:
         for _ in range(3):
             assert torch.equal(greedy(model, inputs, TOKENS), want)
 
