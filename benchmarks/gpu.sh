@@ -102,7 +102,7 @@ run() {
       ;;
     ranks) tests "$seconds" tests/devices/one_card ;;
     policies)
-      step "policies" "$seconds" "${python[@]}" -m benchmarks.gpu_policies --seconds $((end - SECONDS - 10)) \
+      step "policies" "$seconds" "${python[@]}" -m benchmarks.gpu_policies --seconds $((end - SECONDS - 30)) \
         --json "$results"
       ;;
     *) measurements ;;
