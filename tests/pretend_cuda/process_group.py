@@ -149,9 +149,9 @@ class ProcessGroupNCCL:
 
         Ranks of simulated hosts are on one host, and their store has no counters: their devices are not compared.
         """
-        if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and VERSION >= (2, 30):
-            return
-        if isinstance(self._store, (dist.PrefixStore, dist.FileStore)):
+        is_on_one_host = "TORCH_NCCL_RANKS_PER_ROOT" not in os.environ
+        is_allowed = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and VERSION >= (2, 30)
+        if is_on_one_host and not is_allowed:
             place = f"{os.environ.get('NCCL_HOSTID', 'this host')} cuda:{device_mode.current}"
             if self._store.add(place, 1) > 1:
                 raise dist.DistBackendError(f"NCCL error: invalid usage. Duplicate GPU detected on {place}")
