@@ -24,6 +24,7 @@ from parallelformers_ng import parallelize
 from parallelformers_ng.autopolicy.twin import difference
 from parallelformers_ng.autopolicy.twin import run as run_module
 from tests.devices.one_card.place import Place, sharing_a_card
+from tests.zoo.case import Case
 from tests.zoo.families import ALL
 from tests.zoo.judge import twin_of
 from tests.zoo.of_policies import CASES, TWINS
@@ -69,8 +70,8 @@ def tiny(name: str) -> Tiny:
         want = run_module(model, inputs)[:1]
     if not case.generates or case.at_odds:
         return Tiny(model, [("", inputs, want)])
-    prompt = {key: value for key, value in inputs.items() if key != "decoder_input_ids"}
-    return Tiny(model, [("", inputs, want)], prompt, _tokens(model, prompt))
+    prompt = _prompt(case)
+    return Tiny(model, [("", inputs, want)], prompt, _tokens(model, _prompt(case)))
 
 
 def problem(name: str, place: Place) -> str:
@@ -87,6 +88,11 @@ def problem(name: str, place: Place) -> str:
             if not torch.equal(got[:, :count], sequences[:, :count]):
                 return "other tokens"
     return ""
+
+
+def _prompt(case: Case) -> dict[str, Any]:
+    """Return new tensors at each call: `generate` of BLIP writes to its prompt."""
+    return {name: value for name, value in case.inputs().items() if name != "decoder_input_ids"}
 
 
 def _tokens(model: Any, prompt: dict[str, Any]) -> tuple[torch.Tensor, int]:
