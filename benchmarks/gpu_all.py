@@ -49,6 +49,7 @@ PARTS = {
     "speed": Part(100, True, gpu.speed, {"batches": [1], "contestants": MAIN}),
     "callers of the small shape": Part(45, False, _of("callers"), {}),
     "restart": Part(30, False, gpu.restart, {}),
+    "restart of two ranks": Part(30, False, gpu.restart_of_two, {}),
     "kernels": Part(30, True, _of("kernels"), {}),
     "speed of low bits": Part(150, True, gpu.speed, {"batches": [1, 8], "contestants": LOW_BITS}),
     "steps": Part(100, False, _of("steps"), {}),
@@ -59,7 +60,7 @@ PARTS = {
     "sums": Part(30, False, _of("sums"), {}),
 }
 SETS = {
-    "core": ["speed", "callers of the small shape", "restart", "kernels"],
+    "core": ["speed", "callers of the small shape", "restart", "restart of two ranks", "kernels"],
     "lowbit": ["speed of low bits", "steps"],
     "crowd": ["callers", "speed of 8 rows"],
 }

@@ -20,7 +20,6 @@ from parallelformers_ng.collectives.two_stage import TwoStageCommunicator
 from parallelformers_ng.wire.signed import Session
 
 BACKENDS = ("auto", "shared_memory", "gloo", "nccl")
-MULTI_RANK_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"  # environment variable that NCCL reads, from NCCL 2.30 on
 
 
 def chosen_backend(backend: str, device_type: str) -> str:
@@ -46,7 +45,8 @@ def why_unserved(backend: str, device_type: str, device_ids: Sequence[int] | Non
             f"torch {torch.__version__} was built without NCCL; pass backend='shared_memory', or install another torch"
         )
     ids = list(device_ids or ())
-    if backend == "nccl" and len(set(ids)) < len(ids) and os.environ.get(MULTI_RANK_GPU) != "1":
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # NCCL reads the variable from 2.30 on
+    if backend == "nccl" and len(set(ids)) < len(ids) and not may_share:
         return (
             f"device_ids {ids} name a device twice, but NCCL needs one device for each rank; pass"
             " backend='shared_memory' for several ranks on one device"

@@ -220,7 +220,17 @@ def test_device_unusable_by_torch_is_a_failure(listed: str, fails: bool, tmp_pat
 @pytest.mark.parametrize(
     ("part", "due"),
     [
-        ("core", {"transformers, eager, batch 1", "gate, 1 rows", "attention, 2 rows, 8 keys", "2 callers", "restart"}),
+        (
+            "core",
+            {
+                "transformers, eager, batch 1",
+                "gate, 1 rows",
+                "attention, 2 rows, 8 keys",
+                "2 callers",
+                "restart",
+                "restart of 2 ranks",
+            },
+        ),
         ("lowbit", {"parallelformers_ng, captured steps, int4, batch 8", "step without, int4, 2 rows, 8 tokens"}),
         ("crowd", {"2 callers", "transformers, eager, batch 8"}),
         ("ranks", set()),
