@@ -97,7 +97,7 @@ format: setup ## apply the formatting and the fixes that ruff knows
 bench: setup ## measure against the peers on this machine (BENCH_ARGS=…)
 	@$(PY) -m benchmarks $(BENCH_ARGS)
 
-# PART: core, ranks, policies, lowbit, crowd; each takes at most 270 s, and core and ranks run without it. PRETEND=1: on
+# PART: core, ranks, policies, lowbit, crowd, alone; each takes at most 270 s, and core and ranks run without it. PRETEND=1: on
 # the stand-in for CUDA, which shows whether a part's files and imports are there.
 gpu: setup ## the checks that need a CUDA device; without one, says so and succeeds (PART=ranks, PRETEND=1, GPU_ARGS=OUT)
 	@PYTHON=$(PY) PART="$(PART)" PRETEND="$(PRETEND)" WITHOUT_DEVICE=succeed bash benchmarks/gpu.sh $(GPU_ARGS)

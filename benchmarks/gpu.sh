@@ -5,6 +5,7 @@
 #   policies  each written policy once, on two ranks that share the device; goes on where the last report stopped
 #   lowbit    speed and steps with quantized weights
 #   crowd     many callers of the large shape
+#   alone     one rank of 1, 2, 4 and 8 of the large shape, without its sums
 # Each part leaves a report of what was said, gpu-PART.txt, and the figures as they come, gpu-PART.json and gpu-PART.md.
 # Each step has a time limit of its own; a step that reaches it is interrupted, so that its traceback tells what it
 # waited for. Installs nothing but what lies in $WHEELS, if that is set, and that beside the interpreter's own packages.
@@ -15,7 +16,7 @@
 #   PART="core ranks" PYTHON=python3 WHEELS=dist SECONDS_OF_PART=270 SHAPES="8B 8B-8-layers" bash benchmarks/gpu.sh [OUT]
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
-known="core ranks policies lowbit crowd"
+known="core ranks policies lowbit crowd alone"
 read -ra parts <<<"${PART:-core ranks}"
 for part in "${parts[@]}"; do
   if [[ " $known " != *" $part "* ]]; then

@@ -55,6 +55,7 @@ PARTS = {
     "steps": Part(100, False, _of("steps"), {}),
     "callers": Part(120, True, _of("callers"), {}),
     "speed of 8 rows": Part(90, True, gpu.speed, {"batches": [8], "contestants": MAIN[:2]}),
+    "one rank of several": Part(250, True, _of("alone"), {}),
     "profile": Part(40, False, _of("profile"), {}),
     "speed of others": Part(60, False, gpu.speed, {"batches": [1], "contestants": OTHERS}),
     "sums": Part(30, False, _of("sums"), {}),
@@ -63,6 +64,7 @@ SETS = {
     "core": ["speed", "callers of the small shape", "restart", "restart of two ranks", "kernels"],
     "lowbit": ["speed of low bits", "steps"],
     "crowd": ["callers", "speed of 8 rows"],
+    "alone": ["one rank of several"],
 }
 """Part of `make gpu` → its measurements, the most important first: the last ones are left out if the time is up."""
 

@@ -78,6 +78,7 @@ def test_hanging_step_leaves_the_others_their_report(tmp_path: Path) -> None:
         ("policies", "-m benchmarks.gpu_policies --seconds"),
         ("lowbit", "-m benchmarks.gpu_all --set lowbit --large 8B"),
         ("crowd", "-m benchmarks.gpu_all --set crowd --large 8B"),
+        ("alone", "-m benchmarks.gpu_all --set alone --large 8B"),
     ],
 )
 def test_each_part_has_its_command_and_report(part: str, command: str, tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ def test_unknown_part_is_refused_without_a_device() -> None:
     words = ["make", "--old-file=setup", "gpu", f"PY={sys.executable}", "PART=core families"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0
-    assert "there is no part 'families'; PART takes core, ranks, policies, lowbit, crowd" in done.stderr
+    assert "there is no part 'families'; PART takes core, ranks, policies, lowbit, crowd, alone" in done.stderr
 
 
 def test_without_a_name_two_parts_run(tmp_path: Path) -> None:
@@ -233,6 +234,7 @@ def test_device_unusable_by_torch_is_a_failure(listed: str, fails: bool, tmp_pat
         ),
         ("lowbit", {"parallelformers_ng, captured steps, int4, batch 8", "step without, int4, 2 rows, 8 tokens"}),
         ("crowd", {"2 callers", "transformers, eager, batch 8"}),
+        ("alone", {"one rank of 8, int8, 2 rows, 8 tokens", "kernels of one rank of 8"}),
         ("ranks", set()),
     ],
 )
