@@ -49,13 +49,11 @@ class CodeCheck:
     def objection(self, moved: Collection[str]) -> str:
         if self._plan.world_size == 1:
             return ""
-        for cls in self._outside - self._inside:
-            if foreign_class(cls) and self._layers & names_of_class(cls) and _reaches(cls, moved):
-                return f"{cls.__name__} reads sharded layers"
         for cls in self._cut:  # a proof is not enough here: see `CutUnit.not_stock`
             if foreign_class(cls) and _reaches(cls, moved):
                 return f"{cls.__name__} is sharded"
-        changed = [cls for cls in self._inside if foreign_class(cls) and _reaches(cls, moved)]
+        readers = {cls for cls in self._outside if self._layers & names_of_class(cls)}
+        changed = any(foreign_class(cls) and _reaches(cls, moved) for cls in self._inside | readers)
         return self._not_proven() if changed else ""
 
     def objection_to_settings(

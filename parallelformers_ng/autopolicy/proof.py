@@ -18,10 +18,12 @@ from parallelformers_ng.autopolicy.trials import Choice, Trials, unproven_rules
 from parallelformers_ng.autopolicy.twin import Twin
 from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.errors import PolicyError, UnsupportedModelError
+from parallelformers_ng.live_code.stock import foreign_modules
 from parallelformers_ng.options import QuantizeOptions
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.policy import Selection
 from parallelformers_ng.sharding.rules import Policy
+from parallelformers_ng.sharding.units import and_above
 from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 
@@ -67,10 +69,17 @@ def prove_live_code(
     key = (*identity(model), world_size, tuple(parts), selection)
     if key not in _LIVE:
         try:
-            _LIVE[key] = not Trials(twin_of(model), proven, world_size, parts).objection()
+            twin = twin_of(model)
+            _LIVE[key] = _runs_foreign_code(twin) and not Trials(twin, proven, world_size, parts).objection()
         except UnsupportedModelError:
             _LIVE[key] = False
     return proven if _LIVE[key] else selection
+
+
+def _runs_foreign_code(twin: Twin) -> bool:
+    """Whether a twin that may run only in parts runs all modules with foreign code."""
+    paths = {probe.path for probe in twin.probes}
+    return all(paths.intersection(and_above(path)) for path in foreign_modules(twin.model))
 
 
 def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:
