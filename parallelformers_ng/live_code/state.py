@@ -43,8 +43,7 @@ class State:
             attributes = attributes_of(part)
             # `vars` is faster.
             read_attributes = vars if attributes is getattr(part, "__dict__", None) else own_attributes
-            class_of_part = None if attributes is None else _class_of(part)
-            for read, content in ((items_of, items), (read_attributes, attributes), (_class_of, class_of_part)):
+            for read, content in ((items_of, items), (read_attributes, attributes)):
                 if content is not None:
                     self._parts.append((part, read, snapshot(content)))
                     count += len(content)
@@ -66,10 +65,6 @@ class State:
                 if any(is_code({**first, **second}[each]) for each in first.keys() ^ second.keys()):
                     return True
         return False
-
-
-def _class_of(value: Any) -> tuple[type]:
-    return (type(value),)
 
 
 def is_code(value: Any) -> bool:
