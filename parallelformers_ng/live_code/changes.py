@@ -147,15 +147,12 @@ def is_by_value(name: str) -> bool:
         return False
     file = getattr(module, "__file__", None)
     parent, _, _ = name.rpartition(".")
-    if parent in sys.modules and is_by_value(parent):
-        return True
     path = getattr(sys.modules.get(parent), "__path__", None)
     # importlib.util.find_spec would return the spec of the loaded module.
     specs = (finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
     try:
         spec = next((spec for spec in specs if spec is not None), None)
-    except (OSError, EOFError, ImportError) as error:  # a zip archive on the path has been deleted or replaced
-        raise_if_of_handler(error)
+    except (OSError, EOFError, ImportError):  # a zip archive on the path has been deleted or replaced
         return True
     return spec is None or (file is not None and spec.origin != file)
 

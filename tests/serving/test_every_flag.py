@@ -17,8 +17,8 @@ from tests.serving.test_command import command
 from tests.serving.test_started_features import LAYOUTS, started_flags
 
 _LIMITS = (
-    "--host localhost --api-key key --max-top-logprobs 1 --max-body-bytes 4000 --rows 2 --waiting 2 --timeout 50"
-    " --client-timeout 1 --drain 1 --prefill-patience 100 --no-access-log --log-level debug"
+    "--host localhost --api-key key --open-probes --max-top-logprobs 1 --max-body-bytes 4000 --rows 2 --waiting 2"
+    " --timeout 50 --client-timeout 1 --drain 1 --prefill-patience 100 --no-access-log --log-level debug"
 )
 _PICTURES = "--media-folder {media} --max-pictures 1 --max-pixels 2000"
 _SOUND = "--max-audio-seconds 1"
