@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import transformers
 from transformers import PreTrainedModel
@@ -54,20 +54,25 @@ _RESULTS: dict[tuple[Any, ...], Any] = {}
 _TWINS: dict[tuple[Any, ...], Twin] = {}
 
 
+class _Refusal(NamedTuple):
+    text: str  # not the error itself, whose traceback would keep the model
+
+
 def remembered(make: Callable[[], T], model: PreTrainedModel, *question: Any) -> T:
     """Return the result of `make` for a question about a model, also from an earlier call for an equal model.
 
-    An UnsupportedModelError is a result, too: it is raised again.
+    An UnsupportedModelError is a result, too: an error with the same text is raised.
     """
     key = (*identity(model), *question)
     if key not in _RESULTS:
         try:
             _RESULTS[key] = make()
         except UnsupportedModelError as error:
-            _RESULTS[key] = error
-    if isinstance(_RESULTS[key], UnsupportedModelError):
-        raise _RESULTS[key]
-    result: T = _RESULTS[key]
+            _RESULTS[key] = _Refusal(str(error))
+            raise
+    result: T | _Refusal = _RESULTS[key]
+    if isinstance(result, _Refusal):
+        raise UnsupportedModelError(result.text)
     return result
 
 

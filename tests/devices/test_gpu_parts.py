@@ -4,6 +4,7 @@ devices."""
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_alone, gpu_parts
+from benchmarks import gpu, gpu_parts
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.kernels.triton.interpreter import interpret
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -120,12 +123,14 @@ def test_sums_of_two_devices(
     assert measured("sums") == {"sum of 64 bytes": {"NCCL, µs": 0.0, "kernel, µs": pytest.approx(2000)}}
 
 
-def test_one_rank_of_each_number_is_measured(
-    measured: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"ROWS": (1, 2), "PROMPTS": (5,), "TOKENS": 6}.items():
-        monkeypatch.setattr(gpu_alone, name, value)
-    figures = measured("alone")
+def run_alone(*words: str) -> str:
+    command = [sys.executable, "-m", "tests.helpers.small_rank_alone", *words]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def test_one_rank_of_each_number_is_measured(tmp_path: Path) -> None:
+    run_alone("measure", str(tmp_path / "gpu.json"))
+    figures = json.loads((tmp_path / "gpu.json").read_text())["tiny"]
     for ranks in (1, 2, 4, 8):
         for weights in ("bf16", "int8"):
             for rows in (1, 2):
@@ -135,13 +140,8 @@ def test_one_rank_of_each_number_is_measured(
         assert figures[f"kernels of one rank of {ranks}"]["kernels a step"] == 0  # a CPU has none
 
 
-def test_a_rank_alone_computes_its_part() -> None:
-    """With a whole peer's part added, the first sum would be right: the rank multiplies its own columns only."""
-    options = SimpleNamespace(shape="tiny", device="cpu")
-    with gpu_alone.rank_alone(options, 2, "bf16") as (rank, nbytes):
-        layer = rank.model.model.layers[0]
-        whole = gpu.SHAPES["tiny"]
-        assert layer.self_attn.q_proj.weight.shape == (whole["hidden_size"] // 2, whole["hidden_size"])
-        assert layer.mlp.down_proj.weight.shape == (whole["hidden_size"], whole["intermediate_size"] // 2)
-        counted = sum(each.nbytes for each in (*rank.model.parameters(), *rank.model.buffers()))
-        assert nbytes == counted - rank.model.model.embed_tokens.weight.nbytes
+def test_a_rank_alone_holds_its_part() -> None:
+    found, whole = json.loads(run_alone("shapes").splitlines()[-1]), gpu.SHAPES["tiny"]
+    assert found["q"] == [whole["hidden_size"] // 2, whole["hidden_size"]]
+    assert found["down"] == [whole["hidden_size"], whole["intermediate_size"] // 2]
+    assert found["said"] == found["held"]

@@ -4,6 +4,7 @@ right."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -277,6 +278,7 @@ def test_nothing_is_left_after_many_cycles(groups, want):
         model.deparallelize()
         return me.num_fds(), threading.active_count(), len(me.children(recursive=True))
 
+    gc.collect()  # models of earlier tests
     before = cycle(workers=group)
     for _ in range(9):
         assert cycle(workers=group) == before
