@@ -20,10 +20,10 @@ from parallelformers_ng.origins import CORE, package_of
 from parallelformers_ng.wire.by_value import ReferenceUnpickler
 from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
-# Digest of a place that has no value.
+# Digest that stands for "this name has no value in the other process".
 ABSENT = b""
 _NOTHING = object()
-# Attributes that transformers sets on the class of a model, also on a class of the program.
+# Attributes that transformers caches on every model class at first use; they are no changes of the program.
 _FILLED_IN = ("_can_set_attn_implementation_cached_value", "_can_set_experts_implementation_cached_value")
 # Registry of transformers 5.17 for the classes of all models of a process; a rank always has a different registry.
 _BUILT = "transformers.utils.output_capturing:_CAN_RECORD_REGISTRY"
@@ -72,7 +72,7 @@ _REMEMBERED: dict[str, tuple[types.FunctionType, bytes]] = {}
 
 
 def remember_functions(classes: Iterable[type]) -> None:
-    """Digest the functions that these classes reach, once for all processes that this process will fork.
+    """Cache the digests of the functions that these classes can call, for all processes that this process will fork.
 
     A fork that digests a function itself copies every page of memory that it reads, because reading an object counts a
     reference. No program runs here or in the forks before they compare code, so the functions stay as they are.
@@ -93,15 +93,14 @@ def is_filled_in(slot: Slot, here: bytes) -> bool:
 
 
 class AppliedChanges:
-    """The changes that a rank has made to imported code. `of_step`: a forward pass reaches changed code of a
-    library."""
+    """The program's code changes that a rank has applied; `of_step`: whether a forward pass runs them."""
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[Any, str, Any]] = {}
         self.of_step = False
 
     def apply(self, changes: CodeChanges, model: nn.Module | None) -> None:
-        """Set the new values at their places; the pickle contains code, so the sender must be trusted."""
+        """Unpickle the new values and assign them by name. Unpickling runs code, so the sender must be trusted."""
         values = ReferenceUnpickler(changes.data, self._imported).load()
         classes = set() if model is None else {type(module) for module in model.modules()}
         for place, value in values.items():
@@ -184,7 +183,7 @@ def _holder_of(place: str) -> tuple[Any, str]:
 
 
 def _put(holder: Any, key: str, value: Any) -> None:
-    """Set a value, or delete it for `_NOTHING`."""
+    """Assign a value to a class attribute, global or registry entry, or delete it if the value is `_NOTHING`."""
     if isinstance(holder, type):
         delattr(holder, key) if value is _NOTHING else setattr(holder, key, value)
         return

@@ -1,4 +1,4 @@
-"""Reads classes, globals of modules and registries: the holders of a model's code."""
+"""Reads the dictionaries in which Python looks up a model's code: of classes, module globals and registries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MISSING = object()
 
 
 def table_of(holder: Any, key: str) -> dict[str, Any]:
-    """The dictionary of a class (without its bases), of a module's globals or of a registry that has a name."""
+    """The dictionary that has the name `key`: of a class (without its bases), of module globals or of a registry."""
     if isinstance(holder, type):
         table: dict[str, Any] = gc.get_referents(vars(holder))[0]  # a mapping proxy is slower to read
         return table

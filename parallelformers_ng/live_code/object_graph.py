@@ -1,4 +1,4 @@
-"""Walks over the objects in a value, reads what each object contains, and compares contents with earlier contents."""
+"""Walks over all objects inside a value, and detects whether the contents of an object changed."""
 
 from __future__ import annotations
 
@@ -121,7 +121,6 @@ def snapshot(contents: Any) -> Any:
 
 
 def values_in(contents: Any) -> Iterable[Any]:
-    """The objects in a snapshot."""
     return contents.values() if isinstance(contents, dict) else contents if isinstance(contents, (tuple, set)) else ()
 
 

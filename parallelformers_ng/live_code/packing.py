@@ -20,13 +20,13 @@ from parallelformers_ng.origins import is_library
 from parallelformers_ng.wire.by_value import ByValuePickler
 from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
-# Name of a place → digest of its value.
+# Name by which code is looked up, as in `Slot.place` → digest of its value.
 Digests = dict[str, bytes]
 
 
 @dataclass(frozen=True)
 class CodeChanges:
-    """Code that a rank imports differently, and later values of places that the code reads.
+    """Changed code of the caller, and the globals that the code reads, to be applied on the ranks.
 
     Attributes:
         data: pickle of a mapping: name of a place → new value.

@@ -19,7 +19,7 @@ from parallelformers_ng.live_code.holders import entries_of
 from parallelformers_ng.live_code.object_graph import PLAIN, children_of
 from parallelformers_ng.origins import KNOWN, is_known, is_library, package_of
 
-# Names of the methods with which a forward pass starts.
+# Python calls these methods first in a forward pass.
 STEP = frozenset({"forward", "__call__"})
 _FOLLOWED_LIBRARY = "transformers"
 _GENERAL = {nn.Module, PreTrainedModel, GenerationMixin, object}
@@ -43,7 +43,7 @@ _OF_NO_CODE = (*PLAIN, torch.Tensor, nn.Module)
 
 @dataclass(frozen=True)
 class Slot:
-    """A place where code is looked up by name, and its value.
+    """A class attribute, global variable or registry entry that a model's code looks up by name, and its value.
 
     Attributes:
         place: name of the place: `module:Class.attribute`, `module:global` or `module:registry[key]`.
@@ -122,7 +122,7 @@ class _Walk:
             self._add(cls)
 
     def follow(self, names: Iterable[str], of_step: bool) -> None:
-        """Add the places that methods of these names reach."""
+        """Record all code that methods of these names can call."""
         self._of_step = of_step
         for name in names:
             self._name(name)
@@ -249,7 +249,7 @@ class _Walk:
         self._note(f"{owner.__module__}:{owner.__qualname__}.{name}", owner, name, vars(owner)[name])
 
     def _note(self, place: str, holder: Any, key: str, value: Any, is_followed: bool = True) -> None:
-        """Record a place, and follow the code of its value."""
+        """Record a slot, and later search the code of its value."""
         self.slots.setdefault(place, Slot(place, holder, key, value, self._of_step))
         if is_followed:
             self._pending.append(value)
@@ -268,7 +268,7 @@ _MAX_PARTS = 10_000
 
 
 def _contents(value: Any) -> Iterable[Any]:
-    """The values through which the user's code may reach further code of the user."""
+    """The values inside an object, in which the search looks for further code of the user; none if there are many."""
     return (
         () if isinstance(value, (list, tuple, set, frozenset, dict)) and len(value) > _MAX_ITEMS else children_of(value)
     )

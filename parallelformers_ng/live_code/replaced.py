@@ -23,7 +23,7 @@ from parallelformers_ng.origins import package_of
 from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 PLAIN_LAYERS = (nn.Linear, nn.Embedding, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# Kinds of modules that models often have, and that may read all columns.
+# Harmless outside of blocks; inside a block, such a module may compute over all columns, which no rank has.
 _OVER_COLUMNS = (nn.LayerNorm, nn.Sequential)
 _ELEMENT_WISE = (
     nn.Dropout, nn.Identity, nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Hardswish,

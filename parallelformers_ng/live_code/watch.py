@@ -32,10 +32,10 @@ except ImportError:  # installed without a compiler
 
 
 class CodeWatch:
-    """Compares places of code with the values that the places had when the watch began.
+    """Detects whether code that is looked up by name was replaced since the watch began.
 
     Args:
-        slots: places and their values.
+        slots: class attributes, globals and registry entries to watch, with their values.
         states: mutable objects that the code reads.
         functions: further functions that the code runs.
     """
@@ -73,7 +73,7 @@ class CodeWatch:
         self._fast: tuple[Any, ...] = (*zip(*columns, strict=True), bytearray(4 * len(tables)))
 
     def holds(self) -> bool:
-        """Whether all places and states have their first values, and each watched class as many attributes."""
+        """Whether no watched code and no watched object has changed since the watch began."""
         if self._states and not all(state.holds() for state in self._states):
             return False
         if not have_parts(self._functions, self._parts):
