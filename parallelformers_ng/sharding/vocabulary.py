@@ -54,8 +54,8 @@ class VocabularyParallelEmbedding(ParallelLayer):
         return super().forward(rows)
 
     def _in_range(self, ids: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-        """Return ids, and bounds for their values. Ids outside the vocabulary would give zeros on every rank: on CPU and
-        in compiled code they are an error; on other devices they are clamped and recorded."""
+        """Return ids, and bounds for their values. Ids outside the vocabulary would give zeros on every rank: they are
+        an error on CPU and in compiled code, and are clamped and recorded on other devices."""
         size = sum(self.gathered_sizes)
         if is_compiling():
             torch._assert_async(((ids >= 0) & (ids < size)).all())
