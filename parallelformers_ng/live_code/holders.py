@@ -40,13 +40,13 @@ def entries_of(registry: Any) -> list[tuple[Any, Any]]:
 
 @dataclass
 class NamedValues:
-    """Names of a class, of a module or of a registry, and their values when the watch began.
+    """Watches the values in the dictionary of a class, of module globals or of a registry for replacement.
 
     Attributes:
         items: the names and their present values.
         owner: the class that has the names.
         values: the watched names and their first values.
-        size: number of names, if it must stay; otherwise -1.
+        size: number of names, if an added name counts as a change; otherwise -1.
     """
 
     items: dict[str, Any]

@@ -82,7 +82,7 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 
 def own_attributes(value: Any) -> dict[str, Any] | None:
-    """Attributes in an object's `__dict__`, which is the result itself for an object without slots, and in slots."""
+    """An object's attributes by name, from `__dict__` and `__slots__`; without slots, `__dict__` itself, not a copy."""
     attributes: dict[str, Any] | None = getattr(value, "__dict__", None)
     names = copyreg._slotnames(type(value))  # type: ignore[attr-defined]  # as pickle finds them
     return {**(attributes or {}), **{n: getattr(value, n) for n in names if hasattr(value, n)}} if names else attributes

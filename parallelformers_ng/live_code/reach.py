@@ -46,11 +46,11 @@ class Slot:
     """A class attribute, global variable or registry entry that a model's code looks up by name, and its value.
 
     Attributes:
-        place: name of the place: `module:Class.attribute`, `module:global` or `module:registry[key]`.
+        place: name of the slot: `module:Class.attribute`, `module:global` or `module:registry[key]`.
         holder: class, module globals or registry that contains the value.
         key: name of the value in `holder`.
-        value: value of the place when the slot was made.
-        of_step: whether a forward pass reaches the place; if not, only `generate` and other methods reach the place.
+        value: value when the slot was recorded.
+        of_step: whether a forward pass uses the value; if not, only `generate` and other methods use it.
     """
 
     place: str
@@ -68,7 +68,7 @@ class Slot:
 def reach(
     classes: Iterable[type], functions: Iterable[Any] = (), attentions: Collection[str] | None = None
 ) -> dict[str, Slot]:
-    """List the places of the code that methods of these classes can run.
+    """List the slots of all code that methods of these classes can run.
 
     A method is listed if listed code contains the name of the method, for an object of any class. Global variables are
     followed into transformers, and into the packages of the classes and functions. torch's code is not followed, but
@@ -79,7 +79,7 @@ def reach(
         attentions: names of the attention functions whose code is followed; None for all registered functions.
 
     Returns:
-        Name of a place → slot. Places that a forward pass reaches come first.
+        Name → slot. Slots that a forward pass uses come first.
     """
     walk = _Walk([*classes], [*functions], attentions)
     walk.follow(STEP | {"__init__"}, of_step=True)  # __init__ of caches, which names the classes of cache layers
@@ -90,7 +90,7 @@ def reach(
 
 
 def scopes_of(classes: Iterable[type], functions: Iterable[Any] = ()) -> dict[str, list[dict[str, Any]]]:
-    """The globals dictionaries of code that `forward`, `__call__` and `generate` reach, by name of the module.
+    """The globals dictionaries of all functions that `forward`, `__call__` and `generate` can call, by module name.
 
     Functions that were pickled by value have their own globals, which an import of the module does not find.
     """
@@ -100,7 +100,7 @@ def scopes_of(classes: Iterable[type], functions: Iterable[Any] = ()) -> dict[st
 
 
 class _Walk:
-    """A search through code: from a name to all functions of that name, and from a function to all names in it."""
+    """A search for all code that a model can call: it follows each name in a function to all functions of that name."""
 
     def __init__(self, classes: list[type], functions: list[Any], attentions: Collection[str] | None) -> None:
         self._attentions = attentions

@@ -29,7 +29,7 @@ _ELEMENT_WISE = (
     nn.Dropout, nn.Identity, nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Hardswish,
     nn.Hardtanh, nn.LeakyReLU, nn.ELU, nn.Softplus,
 )  # fmt: skip
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # compute nothing; peft adds some
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # harmless: containers compute nothing
 _HARMLESS = (*PLAIN_LAYERS, *_ELEMENT_WISE, *_OVER_COLUMNS, *_CONTAINERS)
 _ELEMENT_WISE_FUNCTIONS = frozenset({
     "relu", "relu6", "gelu", "silu", "mish", "tanh", "sigmoid", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu",

@@ -89,7 +89,7 @@ def _functions_of_program(values: Iterable[Any]) -> Iterator[types.FunctionType]
 
 
 def is_stock(slot: Slot) -> bool:
-    """Whether the value of a place is a library's, judged by the modules of the functions in the value."""
+    """Whether the value of a slot is a library's code, judged by the modules of its functions."""
     value = slot.value
     if isinstance(value, type):
         return is_known(value)

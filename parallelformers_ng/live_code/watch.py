@@ -80,7 +80,7 @@ class CodeWatch:
             return False
         if are_unchanged is not None and are_unchanged(*self._fast):
             return True
-        return all(table.holds() for table in self._tables)  # another object may still be an equal one
+        return all(table.holds() for table in self._tables)  # slower: also accepts new objects that are equal
 
     def changed_functions(self) -> Iterator[types.FunctionType]:
         """Yield the functions whose code, defaults or attributes were exchanged in place for others."""

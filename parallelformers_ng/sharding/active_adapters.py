@@ -14,7 +14,7 @@ SWITCHES = ("_active_adapter", "_disable_adapters")
 
 @dataclass(frozen=True)
 class ActiveAdapters:
-    """The adapters that a call runs with."""
+    """The peft adapters that are active in one call, for each layer; the caller sends them to the ranks."""
 
     # Each different setting of a layer once: (names of the active adapters, whether adapters are disabled, (adapter
     # name, scaling) pairs).

@@ -19,7 +19,7 @@ _COPY_OF = "_parallelformers_ng_copy_of"
 
 
 class Removed(enum.Enum):
-    """The value of an attribute that the caller deleted."""
+    """Marker that stands for the value of an attribute that the caller deleted."""
 
     REMOVED = enum.auto()
 

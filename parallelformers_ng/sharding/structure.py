@@ -35,7 +35,7 @@ class Layer:
     place: Place
     name: str  # dotted path in the model
     inputs: int  # number of inputs; for an Embedding, its rows
-    outputs: int  # number of outputs
+    outputs: int  # number of outputs; for an Embedding, its width
     is_embedding: bool = False  # whether the layer is an Embedding
 
 
