@@ -14,6 +14,7 @@ would not have chosen the tokens, or tokens differ after a restart.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import logging
@@ -313,23 +314,33 @@ def weight_bytes(shape: str, quantize: str | None) -> float:
     return BYTES_PER_WEIGHT[quantize] * layers + 2 * model.lm_head.weight.numel()
 
 
-def restart(options: argparse.Namespace) -> list[str]:
+def restart_of_two(options: argparse.Namespace) -> list[str]:
+    """Measure the same as `restart` for one token of two ranks, which share a device if the device is no CPU."""
+    from tests.devices.one_card.place import sharing_a_card  # imports pytest
+
+    with sharing_a_card() if options.device == "cuda" else contextlib.nullcontext():
+        return restart(options, ranks=2, tokens=1)
+
+
+def restart(options: argparse.Namespace, ranks: int = 1, tokens: int = 4) -> list[str]:
     """Measure the time from a killed worker to the next answer; the restart copies the weights to the device. Returns a
     list of complaints."""
-    workers = {"device": options.device, "host_copy": True}
-    with parallelize(build(options.shape, options.device), 1, workers=workers, progress=False) as model:
+    ids_of_devices = [0] * ranks if options.device == "cuda" else None
+    workers = {"device": options.device, "device_ids": ids_of_devices, "host_copy": True}
+    name = "restart" if ranks == 1 else f"restart of {ranks} ranks"
+    with parallelize(build(options.shape, options.device), ranks, workers=workers, progress=False) as model:
         ids = torch.arange(3, 19)[None]
-        want = model.generate(ids, max_new_tokens=4, **HOW)
+        want = model.generate(ids, max_new_tokens=tokens, **HOW)
         incarnation = deployment_of(model).incarnation
         os.kill(deployment_of(model).pids[0], signal.SIGKILL)
         killed = time.monotonic()
         while deployment_of(model).incarnation == incarnation and time.monotonic() < killed + RESTART_SECONDS:
             time.sleep(0.01)
-        right = torch.equal(model.generate(ids, max_new_tokens=4, **HOW), want)
-        save(options, "restart", {"kill to answer, s": time.monotonic() - killed, "the same tokens": float(right)})
+        right = torch.equal(model.generate(ids, max_new_tokens=tokens, **HOW), want)
+        save(options, name, {"kill to answer, s": time.monotonic() - killed, "the same tokens": float(right)})
         if deployment_of(model).incarnation == incarnation:
-            return [f"restart: the workers were not started again within {RESTART_SECONDS} s"]
-        return [] if right else ["restart: the tokens are others than before"]
+            return [f"{name}: the workers were not started again within {RESTART_SECONDS} s"]
+        return [] if right else [f"{name}: the tokens are others than before"]
 
 
 def save(options: argparse.Namespace, name: str, figures: Any) -> None:
@@ -360,9 +371,15 @@ def page(known: dict[str, Any]) -> str:
         text += [f"## {shape}", "", "| what | figures |", "| --- | --- |"]
         for name, values in figures.items():
             values = values if isinstance(values, dict) else {"": values}
-            text.append(f"| {name} | {'; '.join(f'{unit} {value:.4g}'.strip() for unit, value in values.items())} |")
+            text.append(
+                f"| {name} | {'; '.join(f'{unit} {_short(value)}'.strip() for unit, value in values.items())} |"
+            )
         text.append("")
     return "\n".join(text)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)
 
 
 def complaint(name: str, error: BaseException) -> str:

@@ -1,6 +1,6 @@
 """Runs all measurements of `make gpu` in one process: imports and the fork server of the workers are paid for once.
 
-    python -m benchmarks.gpu_all [PART …] [--large 8B] [--small 8B-8-layers] [--device cuda] [--json OUT]
+    python -m benchmarks.gpu_all [PART …] [--set core] [--large 8B] [--small 8B-8-layers] [--device cuda] [--json OUT]
 
 Each part has a time limit; a part that reaches it is interrupted, with a traceback of what it waited for, and the next
 one begins. The program fails if a part does.
@@ -19,7 +19,8 @@ from typing import Any
 from benchmarks import gpu, gpu_parts
 
 OURS = "parallelformers_ng, captured steps"
-MAIN = [OURS, "transformers, eager", f"{OURS}, int8", f"{OURS}, int4"]
+MAIN = [OURS, "transformers, eager", f"{OURS}, int8"]
+LOW_BITS = [f"{OURS}, int8", f"{OURS}, int4"]
 OTHERS = [OURS, "transformers, eager", "transformers, static + compile", "parallelformers_ng, eager"]
 
 
@@ -45,17 +46,27 @@ def _of(name: str) -> Callable[[argparse.Namespace], list[str]]:
 
 
 PARTS = {
-    "kernels": Part(40, True, _of("kernels"), {}),
-    "speed": Part(210, True, gpu.speed, {"batches": [1, 8], "contestants": MAIN}),
-    "callers": Part(120, True, _of("callers"), {}),
-    "callers of the small shape": Part(60, False, _of("callers"), {}),
-    "restart": Part(40, False, gpu.restart, {}),
+    "speed": Part(100, True, gpu.speed, {"batches": [1], "contestants": MAIN}),
+    "callers of the small shape": Part(45, False, _of("callers"), {}),
+    "restart": Part(30, False, gpu.restart, {}),
+    "restart of two ranks": Part(30, False, gpu.restart_of_two, {}),
+    "kernels": Part(30, True, _of("kernels"), {}),
+    "speed of low bits": Part(150, True, gpu.speed, {"batches": [1, 8], "contestants": LOW_BITS}),
     "steps": Part(100, False, _of("steps"), {}),
+    "callers": Part(120, True, _of("callers"), {}),
+    "speed of 8 rows": Part(90, True, gpu.speed, {"batches": [8], "contestants": MAIN[:2]}),
+    "one rank of several": Part(250, True, _of("alone"), {}),
     "profile": Part(40, False, _of("profile"), {}),
     "speed of others": Part(60, False, gpu.speed, {"batches": [1], "contestants": OTHERS}),
     "sums": Part(30, False, _of("sums"), {}),
 }
-"""The most important part first: the last ones are left out if the time is up."""
+SETS = {
+    "core": ["speed", "callers of the small shape", "restart", "restart of two ranks", "kernels"],
+    "lowbit": ["speed of low bits", "steps"],
+    "crowd": ["callers", "speed of 8 rows"],
+    "alone": ["one rank of several"],
+}
+"""Part of `make gpu` → its measurements, the most important first: the last ones are left out if the time is up."""
 
 
 class OutOfTimeError(BaseException):
@@ -110,6 +121,7 @@ def run(names: list[str], options: argparse.Namespace, end: float) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"parts to run: {', '.join(PARTS)}; default: all")
+    parser.add_argument("--set", choices=SETS, help="parts of `make gpu PART=…`, in the place of names")
     parser.add_argument("--large", choices=gpu.SHAPES, default="8B")
     parser.add_argument("--small", choices=gpu.SHAPES, default="8B-8-layers")
     parser.add_argument("--seconds", type=float, default=500.0, help="time of all parts")
@@ -119,7 +131,8 @@ def main() -> None:
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"unknown parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     end = time.monotonic() + options.seconds
-    gpu.end_with(lambda options: run(options.parts or list(PARTS), options, end), options)
+    names = options.parts or SETS.get(options.set, [*PARTS])
+    gpu.end_with(lambda options: run(names, options, end), options)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ SUMS, REPLAYS = 100, 5
 class TellsKernels:
     """A method of a rank that tells what computes its decode steps; for a class with a ModelRunner."""
 
-    kept: Any
+    rank_state: Any
 
     def computes_by_kernels(self) -> bool:
         """Return whether the Triton kernels compute the recorded decode steps, as a trial has decided."""
-        return self.kept.trial is not None and self.kept.trial.mode == "kernels"
+        return self.rank_state.trial is not None and self.rank_state.trial.mode == "kernels"
 
 
 class WithKernels(TellsKernels, ModelRunner):

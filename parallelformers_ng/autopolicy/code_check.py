@@ -46,12 +46,10 @@ class CodeCheck:
         def changed(classes: Iterable[type]) -> list[type]:
             return [cls for cls in classes if foreign_class(cls) and not reach([cls]).keys().isdisjoint(moved)]
 
-        for cls in changed(self._outside):
-            if self._layers & names_of_class(cls):
-                return f"{cls.__name__} reads sharded layers"
         if cut := changed(self._cut):  # a twin's small numbers may miss an error in code that computes on shards
             return f"{cut[0].__name__} is sharded"
-        return self._not_proven() if changed(self._inside) else ""
+        readers = {cls for cls in self._outside if self._layers & names_of_class(cls)}
+        return self._not_proven() if changed(self._inside | readers) else ""
 
     def objection_to_settings(self, attributes: Mapping[tuple[str, str], Any], configs: Mapping[str, Any]) -> str:
         """Return the reason why the plan does not fit settings that sharded foreign code reads; "" if the plan fits."""

@@ -20,12 +20,14 @@ from parallelformers_ng.autopolicy.trials import Trials, unproven_rules
 from parallelformers_ng.autopolicy.twin import Twin
 from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.errors import PolicyError, UnsupportedModelError
+from parallelformers_ng.live_code.stock import foreign_modules
 from parallelformers_ng.options import QuantizeOptions
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.pipeline import in_stages
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Selection
 from parallelformers_ng.sharding.rules import Policy
+from parallelformers_ng.sharding.units import and_above
 from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 T = TypeVar("T")
@@ -85,12 +87,22 @@ def prove_live_code(
     if uncut == build_plan(model, world_size, proven, parts=parts, quantize=any_precision).uncut:
         return selection  # no layer stays whole because of foreign code, so a proof would not change the plan
 
+    def proves() -> bool:
+        twin = twin_of(model)
+        return _runs_foreign_code(twin) and not Trials(twin, proven, world_size, parts).objection()
+
     question = ("live code", world_size, tuple(parts), selection)
     try:
-        fits = remembered(lambda: not Trials(twin_of(model), proven, world_size, parts).objection(), model, *question)
+        fits = remembered(proves, model, *question)
     except UnsupportedModelError:
         fits = False
     return proven if fits else selection
+
+
+def _runs_foreign_code(twin: Twin) -> bool:
+    """Whether a twin that may run only in parts runs all modules with foreign code."""
+    paths = {probe.path for probe in twin.probes}
+    return all(paths.intersection(and_above(path)) for path in foreign_modules(twin.model))
 
 
 def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:

@@ -5,6 +5,7 @@ Each process opens and maps a file by itself.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import math
@@ -15,6 +16,7 @@ import socket
 import weakref
 import zipfile
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from huggingface_hub import constants, hf_hub_download
 from parallelformers_ng.checkpoint.mapping import Mapping, libc, map_file
 from parallelformers_ng.checkpoint.nodes import Leaf
 from parallelformers_ng.errors import CheckpointError
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
@@ -37,6 +40,21 @@ DTYPE_NAMES = dict(zip(_DTYPES.values(), _DTYPES, strict=True))
 
 _END_BYTES = 1 << 16
 _OF_ONE_PROCESS = ("_close", "_mapping", "_state")  # not pickled, as valid in one process only
+# what damaged files and failed downloads raise in the libraries that read them
+_READING_ERRORS = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, EOFError, pickle.UnpicklingError,
+    safetensors.SafetensorError,
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def reading_errors(text: str) -> Iterator[None]:
+    """Turn errors of reading or downloading into `CheckpointError`, whose message begins with a text."""
+    try:
+        yield
+    except _READING_ERRORS as error:
+        raise_if_of_handler(error)
+        raise CheckpointError(f"{text}: {error}") from error
 
 
 class CheckpointFile:
@@ -100,13 +118,9 @@ class CheckpointFile:
         if not os.access(name, os.R_OK) and self._in_cache is not None:
             # A path in the hub's cache has the form models--org--name/snapshots/commit/file.
             repository, _, commit, file = self._in_cache.split(os.sep, 3)
-            try:
+            here = f"in the hub's cache on host {socket.gethostname()}"
+            with reading_errors(f"{self._in_cache} is not {here} and cannot be downloaded"):
                 name = hf_hub_download(repository.removeprefix("models--").replace("--", "/"), file, revision=commit)
-            except (OSError, ValueError) as error:  # the network or the hub fails, or the offline mode is on
-                raise CheckpointError(
-                    f"{self._in_cache} is not in the hub's cache on host {socket.gethostname()} and cannot be"
-                    f" downloaded: {error}"
-                ) from error
         if os.access(name, os.R_OK) and _look(name) == self._look:
             return name
         raise CheckpointError(
@@ -144,6 +158,7 @@ class SafetensorsFile(CheckpointFile):
             self.entries = {key: (tuple(entry["shape"]), _DTYPES[entry["dtype"]]) for key, entry in header.items()}
             self._offsets = {key: entry["data_offsets"][0] + 8 + length for key, entry in header.items()}
         except (safetensors.SafetensorError, OSError, ValueError, TypeError) as error:
+            raise_if_of_handler(error)
             raise CheckpointError(f"{self.path} is damaged or incomplete: {error}") from error
         except KeyError as error:
             raise CheckpointError(f"{self.path} is damaged, or has an unknown data type: {error}") from error
@@ -198,10 +213,8 @@ class PickleFile(CheckpointFile):
 
     def _load(self) -> dict[str, torch.Tensor]:
         name = self.name_to_open()
-        try:
+        with reading_errors(f"{self.path} is damaged or contains more than weights"):
             state = torch.load(name, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(name))
-        except (RuntimeError, OSError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{self.path} is damaged or contains more than weights: {error}") from error
         if not isinstance(state, dict):
             raise CheckpointError(f"{self.path} contains a {type(state).__name__}, not a dictionary of weights")
         return state

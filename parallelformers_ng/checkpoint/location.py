@@ -18,9 +18,10 @@ from transformers.modeling_utils import _add_variant
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from parallelformers_ng.checkpoint.files import CheckpointFile, open_file
+from parallelformers_ng.checkpoint.files import CheckpointFile, open_file, reading_errors
 from parallelformers_ng.errors import CheckpointError, ParallelError, did_you_mean
 from parallelformers_ng.options import WorkerOptions
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 _CANDIDATES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 _NONE_IF_ABSENT = {"_raise_exceptions_for_gated_repo": False, "_raise_exceptions_for_missing_entries": False}
@@ -150,12 +151,10 @@ def read_source(
         return Source(location)
     trusted = rest.pop("trust_remote_code", False)
     options = {name: rest.pop(name) for name in _OF_THE_MODEL if name in rest}
-    try:
+    with reading_errors(f"{location.directory / 'config.json'} cannot be read"):
         config, unknown = AutoConfig.from_pretrained(
             path, trust_remote_code=trusted, return_unused_kwargs=True, **location.download, **rest
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{location.directory / 'config.json'} cannot be read: {error}") from error
     for name in unknown:
         known = (*_ARGUMENTS, *_FOR_LOADING, *config.to_dict(), "num_labels")
         raise ParallelError(
@@ -176,7 +175,8 @@ def stored_quantization(location: Location) -> dict[str, Any] | None:
     """Return `quantization_config` of a checkpoint's `config.json`; None if it or the file is missing."""
     try:
         config, _ = PreTrainedConfig.get_config_dict(location.path, **location.download)
-    except OSError:  # the directory has weights but no config.json, so nothing says that they are quantized
+    except OSError as error:  # the directory has weights but no config.json, so nothing says that they are quantized
+        raise_if_of_handler(error)
         return None
     return config.get("quantization_config")
 
@@ -192,19 +192,15 @@ def open_weights(location: Location) -> list[CheckpointFile]:
         raise CheckpointError(f"{location} holds none of {', '.join(names)}; the weights must be in one of these files")
     if not file.endswith(".json"):
         return [open_file(file)]
-    try:
+    with reading_errors(f"{file} is damaged"):
         index = json.loads(Path(file).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is damaged: {error}") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{file} is damaged: it has no weight_map from names to files")
     if any(os.path.isabs(name) or ".." in Path(name).parts for name in weight_map.values()):
         raise CheckpointError(f"{file} is damaged: it names a file outside its directory")
-    try:
+    with reading_errors(f"a file that {file} names is missing"):
         paths, _ = get_checkpoint_shard_files(location.path, file, **location.download)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"a file that {file} names is missing: {error}") from error
     files = dict(zip(sorted(set(weight_map.values())), map(open_file, paths), strict=True))
     for key, name in weight_map.items():
         if key not in files[name].entries:
@@ -214,7 +210,5 @@ def open_weights(location: Location) -> list[CheckpointFile]:
 
 def _cached(location: Location, name: str) -> str | None:
     """Return the local path of a file, downloaded if need be; None if the checkpoint has no such file."""
-    try:
+    with reading_errors(f"{name} of {location} cannot be fetched"):
         return cached_file(location.path, name, **_NONE_IF_ABSENT, **location.download)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{name} of {location} cannot be fetched: {error}") from error

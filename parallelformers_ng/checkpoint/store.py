@@ -34,6 +34,7 @@ from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensor_plan import TensorPlan, bytes_of
 from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 from parallelformers_ng.sharding.wording import human_bytes
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 _LINE = 64
 _OWN_PAGES = 16 * mmap.PAGESIZE  # shards from this size on start on a page, so that they can be freed
@@ -189,6 +190,7 @@ def _file_in(folder: str, size: int) -> int:
         try:
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
+            raise_if_of_handler(error)
             free = human_bytes(shutil.disk_usage(folder).free)
             raise ParallelError(
                 f"fit: offload_folder {folder} has {free} of free space, and a rank needs {human_bytes(size)} there:"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,9 +44,11 @@ def why_unserved(backend: str, device_type: str, device_ids: Sequence[int] | Non
         return (
             f"torch {torch.__version__} was built without NCCL; pass backend='shared_memory', or install another torch"
         )
-    if backend == "nccl" and device_ids is not None and len(set(device_ids)) < len(device_ids):
+    ids = list(device_ids or ())
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # NCCL reads the variable from 2.30 on
+    if backend == "nccl" and len(set(ids)) < len(ids) and not may_share:
         return (
-            f"device_ids {list(device_ids)} name a device twice, but NCCL needs one device for each rank; pass"
+            f"device_ids {ids} name a device twice, but NCCL needs one device for each rank; pass"
             " backend='shared_memory' for several ranks on one device"
         )
     if backend == "shared_memory" and not is_built():

@@ -51,7 +51,7 @@ _REMEDY = (
 
 
 class NcclCommunicator(ProcessGroupCommunicator):
-    """A communicator for CUDA ranks over NCCL. Unmeasured: never run on a GPU.
+    """A communicator for CUDA ranks over NCCL. It ran with two and three ranks on one card, never on two cards.
 
     A collective is queued on the current stream, and the host continues at once. NCCL chooses the order of a sum, and
     sums 16-bit floats in 16 bits. Each element is summed in one place, so all ranks get the same bits. On one host,

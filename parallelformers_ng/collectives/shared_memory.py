@@ -116,7 +116,7 @@ class StagedCommunicator(Communicator):
     """A communicator for CUDA tensors, which copies tensors to the host, exchanges the copies, and copies results back.
 
     NCCL refuses several ranks on one device; this class allows such ranks, for example to check the CUDA path with a
-    single GPU. It also serves hosts between which NCCL cannot or must not connect. Unmeasured: never run on a GPU.
+    single GPU. It also serves hosts between which NCCL cannot or must not connect. It ran with two ranks on one GPU.
     """
 
     def __init__(self, host: Communicator) -> None:

@@ -1,6 +1,7 @@
 """Sums small tensors of CUDA ranks on one host by a kernel of torch that reads the memory of the other devices.
 
-Unmeasured: never run on a GPU. The files named here are in `torch/csrc/distributed/c10d/symm_mem/` of torch.
+They ran on ranks that share one card, never on two cards. The files named here are in
+`torch/csrc/distributed/c10d/symm_mem/` of torch.
 """
 
 from __future__ import annotations

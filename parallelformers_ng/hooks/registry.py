@@ -16,8 +16,11 @@ from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.generation.caches import map_handles
 from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.hooks.pickling import Hook, HookChanges, Kind, described, is_of_library, pack
+from parallelformers_ng.live_code.functions import functions_in, names_in
+from parallelformers_ng.live_code.state import holds_module
 from parallelformers_ng.live_code.stock import words_of_program
 from parallelformers_ng.runtime.limits import turn
+from parallelformers_ng.sharding.layer_uses import WEIGHTS_AND_WIDTHS, reads_attributes
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensors import is_within
 from parallelformers_ng.wire.frame import Handle
@@ -193,12 +196,27 @@ def check_hook(plan: ShardPlan, path: str, table: str, hook: Any) -> None:
             f"the forward hook {who} is refused: the module is inside {where}, so the hook would see one worker's"
             f" shard. Register the hook on {block or 'the model'} or on a parent module, or call deparallelize() first"
         )
+    if plan.world_size > 1 and _reads_shards(plan, path, hook):
+        raise ParallelError(
+            f"the forward hook {who} is refused: it reads weights or widths, and each worker has a part of them. Read"
+            " them outside of the hook, or call deparallelize() first"
+        )
     owner = getattr(hook, "__self__", hook)
     if isinstance(owner, nn.Module):
         raise ParallelError(
             f"the forward hook {who} is refused: the hook belongs to a module, {type(owner).__name__}, and changes of"
             " that module would stay on the workers. Use a function, or a method of an object that is not a module"
         )
+
+
+def _reads_shards(plan: ShardPlan, path: str, hook: Any) -> bool:
+    """Whether a hook reads weights or widths, and its module or another module that it knows is sharded."""
+    functions = [*functions_in(hook)] or [*functions_in(type(hook).__call__)]
+    readers = [each for each in functions if reads_attributes(each.__code__, WEIGHTS_AND_WIDTHS)]
+    if any(is_within(layer.path, path) for layer in plan.layers):
+        return bool(readers)
+    known = (each.__globals__.get(name) for each in readers for name in names_in(each.__code__))
+    return any(isinstance(value, nn.Module) for value in known) or any(map(holds_module, readers))
 
 
 def hooks_of(path: str, module: nn.Module) -> Iterator[Hook]:

@@ -17,6 +17,7 @@ from parallelformers_ng.errors import CheckpointError, ParallelError, Unsupporte
 from parallelformers_ng.model.marks import REMOTE
 from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT, SWITCHES
 from parallelformers_ng.model.remote_module import refusal, remote_of, replaced
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 _KINDS = ("LORA", "IA3")
 _NO_ADAPTER = "__base__"  # peft's name for a row without an adapter
@@ -52,6 +53,7 @@ def with_peft_adapters(model: Any, directories: Mapping[str, str]) -> Any:
                 around = PeftModel.from_pretrained(model, directory, name, low_cpu_mem_usage=True)
             loaded = around.load_adapter(directory, name, low_cpu_mem_usage=True)
         except (ValueError, OSError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
+            raise_if_of_handler(error)
             raise CheckpointError(
                 f"the adapter {name!r} of {directory} cannot be loaded into {type(model).__name__}: {error}"
             ) from error

@@ -30,6 +30,7 @@ from parallelformers_ng.model.marks import REMOTE
 from parallelformers_ng.options import FitOptions
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.limits import turn
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 from parallelformers_ng.worker.call import Assistance
 
 _OF_THE_MODEL = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
@@ -159,6 +160,7 @@ def _made(assistant: Any, group: WorkerGroup, show_progress: bool) -> _Assistant
         with progress_bar(f"sending {name}", plan.bytes_whole, show_progress) as advance:
             hand_over(assistant, store, plan.tensors, advance, copy=True)
     except (ParallelError, OSError) as error:
+        raise_if_of_handler(error)
         if isinstance(error, GroupError) and not isinstance(error, NotPortableError):
             raise
         raise NotPortableError(f"the assistant {name} cannot run on the workers: {error}") from error

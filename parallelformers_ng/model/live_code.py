@@ -31,6 +31,7 @@ from parallelformers_ng.live_code.state import State, is_code
 from parallelformers_ng.live_code.stock import is_of_program, is_stock, words_of_program
 from parallelformers_ng.live_code.watch import CodeWatch
 from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.tensors import dotted
 
 log = logging.getLogger("parallelformers_ng")
 
@@ -109,7 +110,7 @@ class LiveCode:
         """Raise ParallelError if new settings do not fit the plan, or need an attention function that ranks lack."""
         with self._lock:
             if why := self.check.objection_to_settings(attributes, configs):
-                names = [f"{path}.{name}" for path, name in attributes]
+                names = [dotted(path, name) for path, name in attributes]
                 names += [name.removesuffix("_internal") for name in configs]
                 raise _refused(names, f"the plan is not valid for the new value: {why}")
             named = {value for name, value in configs.items() if name.endswith(ATTENTION_SETTING)} - self._attentions
@@ -162,7 +163,7 @@ class LiveCode:
         names = [*map(_in_short, sorted(refused))]
         if swapped and not names:
             names = ["a function that the program assigned to a module"]
-        names += [f"{path}.{name}" for (path, name), (_, state) in self._of_modules.items() if state.has_other_code()]
+        names += [dotted(path, name) for (path, name), (_, state) in self._of_modules.items() if state.has_other_code()]
         if names:
             why = "the workers keep the code that they got: code is frozen, only values may change"
             raise _refused(names, why, "it")
@@ -179,7 +180,7 @@ class LiveCode:
         edits = self.check.edits
         places = {slot.place: State(slot.value) for slot in self._slots.values() if _is_watched(slot)}
         modules = {(path, name): (value, State(value)) for path, name, value in edits.objects()}
-        functions = {f"{path}.{name}": State(value) for path, name, value in edits.functions_by_path()}
+        functions = {dotted(path, name): State(value) for path, name, value in edits.functions_by_path()}
         self._of_places = {place: state for place, state in places.items() if state}
         self._of_modules = {key: (value, state) for key, (value, state) in modules.items() if state}
         self._of_functions = {owner: state for owner, state in functions.items() if state}

@@ -14,7 +14,9 @@ from typing import Any, Literal
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from parallelformers_ng.origins import CORE, package_of
+from parallelformers_ng.live_code.functions import functions_in, names_in
+from parallelformers_ng.origins import CORE, is_known, package_of
+from parallelformers_ng.sharding.layer_uses import WEIGHTS_AND_WIDTHS, reads_attributes
 
 Place = Literal["local", "forwarded", "generated", "refused", "saved", "switched"]
 
@@ -81,9 +83,10 @@ def place_of(cls: type, name: str) -> Place:
 
     A method that only modelling code defines runs on the workers, because it computes with weights; accessors do not.
     """
-    if name in _PLACES:
-        return _PLACES[name]
     defining = next((parent for parent in cls.__mro__ if name in vars(parent)), object)
+    if name in _PLACES:
+        is_own_saving = _PLACES[name] == "saved" and not is_known(defining)
+        return "local" if is_own_saving else _PLACES[name]
     library = package_of(defining)
     if library == "peft" and name in REFUSED_OF_PEFT:
         return "refused"
@@ -128,15 +131,28 @@ def public_methods(cls: type) -> list[str]:
 @functools.cache
 def generates(cls: Any, method: Callable) -> bool:
     """Whether a method calls `generate`, also through other methods of its class, and so accepts its arguments."""
-    seen: set[Any] = set()
+    return any("generate" in function.__code__.co_names for function in _with_called(cls, method))
 
-    def calls_generate(function: Any) -> bool:
-        code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-        if code is None or code in seen:
-            return False
-        seen.add(code)
-        return "generate" in code.co_names or any(
-            calls_generate(inspect.getattr_static(cls, name, None)) for name in code.co_names
-        )
 
-    return calls_generate(method)
+_OF_WEIGHTS = WEIGHTS_AND_WIDTHS | {
+    "bias", "parameters", "named_parameters", "num_parameters", "state_dict", "get_parameter",
+}  # fmt: skip
+
+
+@functools.cache
+def reads_weights(cls: Any, method: Callable) -> bool:
+    """Return whether a method of the program reads weights or widths, directly or through other methods of its class.
+    On the workers it would read parts of them."""
+    functions = _with_called(cls, method, without=frozenset({"forward", "generate"}))
+    return any(not is_known(each) and reads_attributes(each.__code__, _OF_WEIGHTS) for each in functions)
+
+
+def _with_called(cls: Any, method: Callable, without: frozenset[str] = frozenset()) -> set[types.FunctionType]:
+    """A method and the methods of its class that its code names, also indirectly."""
+    functions: set[types.FunctionType] = set()
+    values: list[Any] = [method]
+    while values:
+        for function in set(functions_in(values.pop())) - functions:
+            functions.add(function)
+            values += [inspect.getattr_static(cls, name, None) for name in names_in(function.__code__) - without]
+    return functions

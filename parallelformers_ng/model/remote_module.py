@@ -26,7 +26,7 @@ from parallelformers_ng.errors import NotPortableError, ParallelError
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.dispatcher import CallOptions
 from parallelformers_ng.model.marks import REMOTE, has_own_loop
-from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT, generates
+from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT, generates, reads_weights
 from parallelformers_ng.model.read_attributes import AGAIN, FROZEN, is_frozen_code, may_be_read
 from parallelformers_ng.sharding.attributes import REMOVED
 from parallelformers_ng.sharding.wholeness import Alone, alone, part_refusal
@@ -285,11 +285,13 @@ def _forwarded(module: Any, name: str, original: Callable, args: Any, kwargs: An
     if name == "forward":
         return remote.call(name, args, kwargs)
     with remote.calls.with_adapters():
-        if not (has_own_loop() and generates(type(module), original)):  # type: ignore[arg-type]
+        what = f"{name} runs in this process, with a request per call of a module, which is slower"
+        if remote.calls.deployment.plan.world_size > 1 and reads_weights(type(module), original):  # type: ignore[arg-type]
+            remote.calls.say_once(what, "it reads weights or widths, and each worker has a part of them")
+        elif not (has_own_loop() and generates(type(module), original)):  # type: ignore[arg-type]
             try:
                 return remote.call(name, args, kwargs)
             except NotPortableError as error:
-                what = f"{name} runs in this process, with a request per call of a module, which is slower"
                 remote.calls.say_once(what, str(error))
         return original(module, *args, **kwargs)
 

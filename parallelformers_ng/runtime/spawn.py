@@ -121,6 +121,10 @@ def environment_of_worker(threads: int) -> dict[str, str]:
         # cuDNN's attention, torch's first choice on Hopper, makes a plan for each new length of a prompt: that takes
         # 40 ms, longer than a prompt of 512 tokens, and the plans are never freed. Flash attention makes no plans.
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
+        # After the death of a rank, torch's watchdog for NCCL writes lines for each other rank with LOG(ERROR)
+        # (ProcessGroupNCCL.cpp), and the caller gets a WorkerDiedError, which says more. torch reads the level once, at
+        # its import (c10/util/Logging.cpp, setLogLevelFlagFromEnv). Python's warnings and exceptions do not use it.
+        "TORCH_CPP_LOG_LEVEL": "FATAL",
     }
     counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
     return defaults | os.environ | counts

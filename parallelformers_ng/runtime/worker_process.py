@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from parallelformers_ng.errors import RequestTimeoutError, StartupError, WorkerDiedError
 from parallelformers_ng.runtime.forks import Fork, ForkServer
 from parallelformers_ng.runtime.spawn import REAP_SECONDS, ChildLink, Spawned, is_readable, send_signal
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 from parallelformers_ng.wire.transport import Channel
 
 log = logging.getLogger("parallelformers_ng")
@@ -74,7 +75,11 @@ class Worker:
         where, device = "", device_name
         if self.host_name is not None:
             where, device = f" on host {self.host_name}", device_name.removesuffix(f" on {self.host_name}")
-        hint = "; the kernel's out-of-memory killer sends signal 9, see dmesg" if number == 9 else ""
+        hint = (
+            " (SIGKILL), sent by a program or, if dmesg says so, by the kernel's out-of-memory killer"
+            if number == 9
+            else ""
+        )
         text = (
             f"the worker of rank {self.rank} (pid {self.pid}, {device}){where} died:"
             f" {self.manner_of_end(code)}{hint}; a group needs all its ranks, so the group has ended"
@@ -113,6 +118,7 @@ class WorkerProcess(Worker):
         except RequestTimeoutError:  # also an OSError, but no failure to start
             raise
         except OSError as error:
+            raise_if_of_handler(error)
             raise StartupError(f"rank {self.rank}: {sys.executable} could not be started: {error}") from error
 
     def await_start(self, deadline: float) -> None:

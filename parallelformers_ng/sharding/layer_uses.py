@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import types
 from functools import cache
 from typing import Any
 
@@ -16,9 +17,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from parallelformers_ng.live_code.functions import functions_in, names_in
+from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_READ = frozenset({
+WEIGHTS_AND_WIDTHS = frozenset({
     "weight", "in_features", "out_features", "num_embeddings", "embedding_dim", "nf", "nx",
     "in_channels", "out_channels",
 })  # fmt: skip
@@ -45,7 +47,7 @@ def is_only_called(model: nn.Module, path: str) -> bool:
     owner: type = type(_owner(model, path))
     plain = cls in (nn.Linear, nn.Embedding, Conv1D, *CONVOLUTIONS)
     rows = isinstance(module, nn.Embedding) and not any(True for _ in module.children()) and _gives_rows(cls)
-    return (plain or rows) and not _reads(owner, _READ)
+    return (plain or rows) and not _reads(owner, WEIGHTS_AND_WIDTHS)
 
 
 def reads_parameters(model: nn.Module, path: str) -> bool:
@@ -86,17 +88,23 @@ def _reads(cls: type[nn.Module], names: frozenset[str]) -> bool:
         if base in (nn.Module, nn.Linear, nn.Embedding, PreTrainedModel):
             break
         written = [value for name, value in vars(base).items() if name not in _NEVER_CALLED]
-        for method in (function for value in written for function in functions_in(value)):
-            if not names_in(method.__code__) & names:
-                continue
-            source = _source(method)
-            if source is None or re.search(rf"\.({'|'.join(sorted(names))})\b", _HARMLESS.sub("", source)):
-                return True
+        if any(reads_attributes(each.__code__, names) for value in written for each in functions_in(value)):
+            return True
     return False
+
+
+@cache
+def reads_attributes(code: types.CodeType, names: frozenset[str]) -> bool:
+    """Whether the source of code reads attributes of these names, apart from a weight's data type and device."""
+    if not names_in(code) & names:
+        return False
+    source = _source(code)
+    return source is None or bool(re.search(rf"\.({'|'.join(sorted(names))})\b", _HARMLESS.sub("", source)))
 
 
 def _source(function: Any) -> str | None:
     try:
         return inspect.getsource(function)
-    except OSError:
+    except OSError as error:
+        raise_if_of_handler(error)
         return None

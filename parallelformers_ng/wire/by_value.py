@@ -41,6 +41,17 @@ def _reduce_cached(function: Any) -> Any:
     return _cached, (function.cache_parameters(), function.__wrapped__)
 
 
+def _cached_property(function: Any, name: str | None) -> Any:
+    found = functools.cached_property(function)
+    found.attrname = name
+    return found
+
+
+def _reduce_cached_property(found: Any) -> tuple[Any, ...]:
+    """Reduce a cached property without its lock, which Python 3.11 gives it."""
+    return _cached_property, (found.func, found.attrname)
+
+
 _reduce_code = cloudpickle.Pickler.dispatch_table[types.CodeType]
 
 
@@ -104,6 +115,7 @@ class ByValuePickler(cloudpickle.Pickler):
             torch.Generator: _reduce_generator,
             types.CodeType: _reduce_code_with_file,
             functools._lru_cache_wrapper: _reduce_cached,
+            functools.cached_property: _reduce_cached_property,
         }
     )
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,9 +15,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from parallelformers_ng import parallelize
+from parallelformers_ng import parallelize, start_group
 from parallelformers_ng.cuda_graphs.recorder import CudaRecorder
 from parallelformers_ng.model.parallelized import deployment_of
+from parallelformers_ng.runtime.group import WorkerGroup
 from tests.helpers.patience import await_incarnation, kill
 from tests.zoo.build import largest_difference
 from tests.zoo.case import text_inputs
@@ -42,14 +46,28 @@ def _without_ties(whole: PreTrainedModel, tokens: int) -> tuple[dict[str, torch.
     raise AssertionError("each prompt has a close decision")
 
 
+@pytest.fixture(scope="module")
+def groups() -> Iterator[Callable[[int], WorkerGroup]]:
+    """Yield `groups(world_size)`: ranks on the first device, shared by tests, because a start takes seconds."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def get(world_size: int) -> WorkerGroup:
+            backend = "shared_memory" if world_size > 1 else "auto"
+            options = {"device": "cuda", "device_ids": [0] * world_size, "backend": backend}
+            return stack.enter_context(start_group(world_size, **options))
+
+        yield get
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("make", [lambda: decoder("Llama"), gpt2, t5], ids=["llama", "gpt2", "t5"])
-def test_parity_on_one_device(make, world_size: int) -> None:
-    """Two ranks share the device, so sums go through host memory: NCCL requires a device per rank."""
+def test_parity_on_one_device(make, world_size: int, groups: Callable[[int], WorkerGroup]) -> None:
+    """Two ranks share the device, and sums go through host memory: tests/devices/one_card has ranks over NCCL."""
     model = make()
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     inputs, want = _without_ties(model, 8)
-    parallelize(model, workers={"device": "cuda", "device_ids": [0] * world_size, "backend": "shared_memory"})
+    parallelize(model, workers=groups(world_size))
     assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), want)
     assert all(device == "cuda:0" and used > 0 for device, used in model.memory_allocated().items())
     model.cpu()
@@ -74,12 +92,12 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_captured_steps(family: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_captured_steps(family: str, groups: Callable[[int], WorkerGroup], caplog: pytest.LogCaptureFixture) -> None:
     """The calls are greedy, with beams, and with prompts of other lengths and batch sizes. A step without a graph would
     log a warning."""
     whole = FAMILIES[family]()
     with (
-        parallelize(FAMILIES[family](), 1, workers={"device": "cuda"}, decode="cuda_graphs") as model,
+        parallelize(FAMILIES[family](), workers=groups(1), decode="cuda_graphs") as model,
         caplog.at_level(logging.WARNING, "parallelformers_ng"),
     ):
         for length, rows, beams in ((7, 2, 1), (3, 2, 1), (9, 3, 1), (5, 4, 1), (7, 2, 3), (1, 1, 1)):
@@ -91,7 +109,9 @@ def test_captured_steps(family: str, caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "window"])
-def test_callers_share_captured_steps(family: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_callers_share_captured_steps(
+    family: str, groups: Callable[[int], WorkerGroup], caplog: pytest.LogCaptureFixture
+) -> None:
     """Rows come and go, so steps have 1 to 8 rows. Later bursts begin with prompts that earlier bursts left behind."""
     whole, specs = FAMILIES[family](), []
     for number in range(12):
@@ -100,7 +120,7 @@ def test_callers_share_captured_steps(family: str, caplog: pytest.LogCaptureFixt
         specs.append({"input_ids": ids, "max_new_tokens": new, "min_new_tokens": new, "do_sample": False})
     want = [whole.generate(**call) for call in specs]
     with (
-        parallelize(FAMILIES[family](), 1, workers={"device": "cuda"}, batching={"rows": 8}) as model,
+        parallelize(FAMILIES[family](), workers=groups(1), batching={"rows": 8}) as model,
         caplog.at_level(logging.WARNING, "parallelformers_ng"),
         ThreadPoolExecutor(len(specs)) as pool,
     ):
@@ -146,12 +166,10 @@ def test_a_failed_capture_leaves_the_device_usable() -> None:
     assert (total.tolist(), output.item()) == ([2, 2, 2, 2], 8)
 
 
-def test_ranks_that_share_a_device_capture_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    model = parallelize(
-        decoder("Llama"),
-        workers={"device": "cuda", "device_ids": [0, 0], "backend": "shared_memory"},
-        decode="cuda_graphs",
-    )
+def test_ranks_that_exchange_through_the_host_capture_nothing(
+    groups: Callable[[int], WorkerGroup], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = parallelize(decoder("Llama"), workers=groups(2), decode="cuda_graphs")
     inputs, want = _without_ties(decoder("Llama"), 8)
     with model, caplog.at_level(logging.WARNING, "parallelformers_ng"):
         assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), want)

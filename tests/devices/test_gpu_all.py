@@ -73,4 +73,4 @@ def test_parts_are_chosen_by_name(
     assert figures["restart"]["the same tokens"] == 1.0
     with pytest.raises(SystemExit):
         measure(monkeypatch, "nothing")
-    assert "unknown parts: nothing; there are kernels, speed" in capsys.readouterr().err
+    assert "unknown parts: nothing; there are speed, callers" in capsys.readouterr().err

@@ -20,20 +20,23 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
 
 
-def run(folder: Path, stand_in: str, **environment: str) -> tuple[int, str]:
-    """Return the script's exit status and report; the stand-in, a shell line, replaces every program."""
+def run(folder: Path, stand_in: str, part: str = "core", **environment: str) -> tuple[int, str]:
+    """Return the script's exit status and the report of a part; the stand-in, a shell line, replaces every program."""
     for name in ("nvidia-smi", "python"):
         program = folder / name
         program.write_text(f"#!/bin/sh\n{stand_in}\n")
         program.chmod(0o755)
-    own = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": str(folder / "python")}
-    report = folder / "report.txt"
+    own = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": str(folder / "python"), "PART": part}
+    report = folder / f"report-{part}.txt"
     report.with_suffix(".json").write_text("figures of another card")
     done = subprocess.run(
-        ["bash", str(SCRIPT), str(report)], env=os.environ | own | environment, capture_output=True, text=True
+        ["bash", str(SCRIPT), str(folder / "report.txt")],
+        env=os.environ | own | environment,
+        capture_output=True,
+        text=True,
     )
     assert report.read_text() == done.stdout
-    assert not report.with_suffix(".json").exists() or "another card" not in report.with_suffix(".json").read_text()
+    assert report.with_suffix(".json").exists() == (part == "policies")  # which goes on with them
     return done.returncode, done.stdout
 
 
@@ -45,7 +48,7 @@ STEPS = ("wheels", "versions", "tests", "measurements")
     [
         "",
         "-m pytest",
-        "gpu_all --large 8B --small 8B-8-layers",
+        "gpu_all --set core --large 8B --small 8B-8-layers",
         "nvidia-smi",
         "import torch",
         "-m pip",
@@ -62,10 +65,46 @@ def test_the_status_tells_the_truth(failing: str, tmp_path: Path) -> None:
 
 def test_hanging_step_leaves_the_others_their_report(tmp_path: Path) -> None:
     """All steps share one time limit. The script does not start steps after the limit, and names them."""
-    status, report = run(tmp_path, 'case "$*" in *pytest*) exec sleep 60;; esac', SECONDS_IN_ALL="2")
+    status, report = run(tmp_path, 'case "$*" in *pytest*) exec sleep 60;; esac', SECONDS_OF_PART="2")
     assert status != 0
     assert "== tests: ended after its" in report
     assert "== measurements: not begun, the time is up" in report
+
+
+@pytest.mark.parametrize(
+    ("part", "command"),
+    [
+        ("ranks", "-m pytest -q -rs --durations=10 -m gpu tests/devices/one_card"),
+        ("policies", "-m benchmarks.gpu_policies --seconds"),
+        ("lowbit", "-m benchmarks.gpu_all --set lowbit --large 8B"),
+        ("crowd", "-m benchmarks.gpu_all --set crowd --large 8B"),
+        ("alone", "-m benchmarks.gpu_all --set alone --large 8B"),
+    ],
+)
+def test_each_part_has_its_command_and_report(part: str, command: str, tmp_path: Path) -> None:
+    status, report = run(tmp_path, 'echo "$*"', part)
+    assert status == 0
+    assert f"\n{command}" in report
+
+
+def test_unknown_part_is_refused_without_a_device() -> None:
+    words = ["make", "--old-file=setup", "gpu", f"PY={sys.executable}", "PART=core families"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "there is no part 'families'; PART takes core, ranks, policies, lowbit, crowd, alone" in done.stderr
+
+
+def test_without_a_name_two_parts_run(tmp_path: Path) -> None:
+    """The second part runs although the first one fails, and each has a report."""
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\ncase "$*" in *gpu_all*) exit 3;; esac\n')
+    program.chmod(0o755)
+    (tmp_path / "nvidia-smi").symlink_to(program)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(program)}
+    done = subprocess.run(["bash", str(SCRIPT), str(tmp_path / "gpu.txt")], env=environment, capture_output=True)
+    assert done.returncode != 0
+    assert "failed with status 3" in (tmp_path / "gpu-core.txt").read_text()
+    assert "status 0" in (tmp_path / "gpu-ranks.txt").read_text()
 
 
 EAGER = ["transformers, eager", "parallelformers_ng, eager"]
@@ -169,45 +208,54 @@ def test_device_unusable_by_torch_is_a_failure(listed: str, fails: bool, tmp_pat
     program.write_text(f"#!/bin/sh\n{listed}\n")
     program.chmod(0o755)
     words = ["make", "--old-file=setup", "gpu", f"PY={sys.executable}", f"GPU_ARGS={tmp_path}/gpu.txt"]
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SECONDS_IN_ALL": "60"}
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SECONDS_OF_PART": "60"}
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode != 0) == fails, done.stderr
     said = "torch can use no CUDA device" if fails else "sees no CUDA device; nothing to check"
     assert said in done.stdout
 
 
-def _image(folder: Path) -> dict[str, str]:
-    """Return the environment of a GPU image whose device is pretended: see `tests/pretend_cuda/image.py`."""
-    python = folder / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.pretend_cuda.image "$@"\n')
-    (folder / "nvidia-smi").write_text("#!/bin/sh\necho 'Pretended, 8192 MiB, 999'\n")
-    for program in (python, folder / "nvidia-smi"):
-        program.chmod(0o755)
-    return os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": str(python), "SHAPES": "tiny"}
-
-
-needs_compiler = pytest.mark.skipif(guard.COMPILER is None, reason="needs a C++ compiler")
-
-
-@needs_compiler
+@pytest.mark.skipif(guard.COMPILER is None, reason="needs a C++ compiler")
 @pytest.mark.slow
-def test_gpu_tests_run_on_pretended_devices(tmp_path: Path) -> None:
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("part", "due"),
+    [
+        (
+            "core",
+            {
+                "transformers, eager, batch 1",
+                "gate, 1 rows",
+                "attention, 2 rows, 8 keys",
+                "2 callers",
+                "restart",
+                "restart of 2 ranks",
+            },
+        ),
+        ("lowbit", {"parallelformers_ng, captured steps, int4, batch 8", "step without, int4, 2 rows, 8 tokens"}),
+        ("crowd", {"2 callers", "transformers, eager, batch 8"}),
+        ("alone", {"one rank of 8, int8, 2 rows, 8 tokens", "kernels of one rank of 8"}),
+        ("ranks", set()),
+    ],
+)
+def test_part_on_a_pretended_device(part: str, due: set[str], tmp_path: Path) -> None:
     """Packages that a GPU image lacks cannot be imported in this run."""
-    words = ["-m", "pytest", "-q", "-q", "-m", "gpu", "tests/devices/test_gpu.py"]
-    python = _image(tmp_path)["PYTHON"]
-    done = subprocess.run([python, *words], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-
-
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_whole_script_on_a_pretended_device(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHON": sys.executable, "PRETEND": "1", "PART": part}
     report = tmp_path / "gpu.txt"
-    environment = _image(tmp_path) | {"SECONDS_IN_ALL": "840"}
     done = subprocess.run(["bash", str(SCRIPT), str(report)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
-    figures = json.loads(report.with_suffix(".json").read_text())["tiny"]
-    assert {f"{name}, batch 1" for name in gpu.CONTESTANTS} | {"transformers, eager, batch 8"} <= set(figures)
-    assert {"gate, 1 rows", "attention, 2 rows, 8 keys", "step without, int4, 2 rows, 8 tokens"} <= set(figures)
-    assert {"2 callers", "sum of 64 bytes"} <= set(figures)
+    if due:
+        assert due <= set(json.loads((tmp_path / f"gpu-{part}.json").read_text())["tiny"])
+
+
+@pytest.mark.skipif(guard.COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_measurements_outside_of_parts(tmp_path: Path) -> None:
+    results = tmp_path / "gpu.json"
+    words = ["-m", "tests.pretend_cuda.image", "-m", "benchmarks.gpu_all", "profile", "speed of others", "sums"]
+    sizes = ["--large", "tiny", "--small", "tiny", "--json", str(results)]
+    done = subprocess.run([sys.executable, *words, *sizes], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    figures = json.loads(results.read_text())["tiny"]
+    assert {"transformers, static + compile, batch 1", "profile", "sum of 64 bytes"} <= set(figures)

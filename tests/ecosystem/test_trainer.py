@@ -39,11 +39,11 @@ def trainer(model: Any, directory: Any, **settings: Any) -> Trainer:
 
 def both(name: str, groups: Any, directory: Any, gpu: Any, **settings: Any) -> None:
     whole, model = MODELS[name](), MODELS[name]()
+    if gpu is not None:
+        gpu()  # before parallelize: later code is frozen, and the pretended GPU replaces a method of tensors
     parallelize(model, workers=groups(2))
     before = trainer(whole, directory, use_cpu=True, **settings)
     want, metrics = before.predict(rows(whole)), before.evaluate(rows(whole))
-    if gpu is not None:
-        gpu()
     after = trainer(model, directory, **settings)
     got = after.predict(rows(model))
     for mine, theirs in zip(flat(got.predictions), flat(want.predictions), strict=True):

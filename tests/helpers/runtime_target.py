@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
@@ -9,9 +10,11 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 @dataclass
@@ -103,6 +106,11 @@ class Target:
             os.ftruncate(fd, 0)
             memory[0] = 1
         self.meet()
+
+    def connect_to_nobody(self) -> None:
+        """Make torch's native code log errors, as it also does after the death of a rank of NCCL."""
+        with contextlib.suppress(dist.DistNetworkError):
+            dist.TCPStore("127.0.0.1", 1, is_master=False, timeout=timedelta(seconds=0.2))
 
     def leave(self, code: int) -> None:
         sys.exit(code)

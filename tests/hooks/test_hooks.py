@@ -337,6 +337,14 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda m: m.lm_head.register_forward_hook(holding(m)),
         "refers to lm_head.weight, and each worker has only a shard",
     ),
+    "a hook that reads its module's weight": (
+        lambda m: m.lm_head.register_forward_hook(lambda module, *_: print(module.weight.sum())),
+        "on lm_head is refused: it reads weights or widths, and each worker has a part",
+    ),
+    "a hook that reads another module's weight": (
+        lambda m: m.model.norm.register_forward_hook(lambda *_: print(m.lm_head.weight.sum())),
+        "on model.norm is refused: it reads weights or widths",
+    ),
     "a module": (lambda m: m.lm_head.register_forward_hook(Listening()), "belongs to a module, Listening"),
 }
 

@@ -376,11 +376,21 @@ ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": Entry(
         "interface of its sockets; `=lo` is that one exactly", "NCCL src/misc/socket.cc: ncclFindInterfaces"
     ),
+    "NCCL_MULTI_RANK_GPU_ENABLE": Entry(
+        "1: ranks of one host may have the same device; 0, the default: an error (invalid usage)",
+        f"{_INIT}: initTransportsRank",
+        since="NCCL 2.30",
+    ),
     "NCCL_P2P_DISABLE": Entry(
         "1: no copies between devices, but by way of the host", "NCCL src/graph/paths.cc: ncclTopoUserP2pLevel"
     ),
     "NCCL_RAS_ENABLE": Entry(
         "0: no service that listens on a port of its own", "NCCL src/ras/ras.cc: RasEnable", since="NCCL 2.24"
+    ),
+    "TORCH_CPP_LOG_LEVEL": Entry(
+        "lowest level of the lines that C++ code logs, read at the import of torch: WARNING by default. FATAL: nothing"
+        " but the last words of a process",
+        "c10/util/Logging.cpp: setLogLevelFlagFromEnv",
     ),
     "TORCH_FR_BUFFER_SIZE": Entry(
         "events that the flight recorder keeps, 2000 by default; 0: none",

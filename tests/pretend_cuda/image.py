@@ -74,6 +74,7 @@ def main() -> None:
             "SUM_BYTES": (64,),
         }
         _make_small("benchmarks.gpu_parts", numbers | classes)
+        _make_small("benchmarks.gpu_alone", {"RANKS": (1, 8), "ROWS": (1, 2), "PROMPTS": (8,), "TOKENS": 8})
         from benchmarks import gpu_all
 
         _make_small(what, {"PARTS": {name: replace(part, seconds=600) for name, part in gpu_all.PARTS.items()}}).main()

@@ -19,12 +19,15 @@ from tests.pretend_cuda import graphs
 from tests.pretend_cuda.graphs import CUDAGraph
 from tests.pretend_cuda.memory import key_of
 from tests.pretend_cuda.streams import order
-from tests.pretend_cuda.tensor import DeviceTensor
+from tests.pretend_cuda.tensor import DeviceTensor, device_mode
 
 _POLL_SECONDS = 0.0005
 
 MISHAP = "PRETENDED_NCCL_MISHAP"
 """Environment variable that makes a group fail to connect ("raise"), sum wrongly ("sum"), or wait ("hang")."""
+
+VERSION = (2, 28, 9)
+"""Version of the pretended NCCL."""
 
 fail_next = False
 """Whether the next collective of this process fails."""
@@ -133,12 +136,25 @@ class ProcessGroupNCCL:
 
     def _connected(self) -> Any:
         if self._gloo is None:
+            self._refuse_shared_device()
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
             options._timeout = self._timeout
             store = dist.FileStore(self._unique_id(), self._size)
             self._gloo = dist.ProcessGroupGloo(store, self._rank, self._size, options)
         return self._gloo
+
+    def _refuse_shared_device(self) -> None:
+        """Raise if a rank with the same hash of its host has the same device, like `initTransportsRank` of `init.cc`.
+
+        Ranks of simulated hosts are on one host, and their store has no counters: their devices are not compared.
+        """
+        is_on_one_host = "TORCH_NCCL_RANKS_PER_ROOT" not in os.environ
+        is_allowed = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and VERSION >= (2, 30)
+        if is_on_one_host and not is_allowed:
+            place = f"{os.environ.get('NCCL_HOSTID', 'this host')} cuda:{device_mode.current}"
+            if self._store.add(place, 1) > 1:
+                raise dist.DistBackendError(f"NCCL error: invalid usage. Duplicate GPU detected on {place}")
 
     def _unique_id(self) -> str:
         """Return the address at which gloo's ranks meet. As with NCCL, the first rank writes only this address to the

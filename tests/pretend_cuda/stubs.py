@@ -175,6 +175,7 @@ def install() -> None:
     """Replace names of `torch.cuda` by functions of the pretended devices, until this process ends."""
     for name, stub in STUBS.items():
         setattr(torch.cuda, name, stub)
+    torch._C._cuda_getCurrentRawStream = lambda device: 0  # bitsandbytes, which peft imports, reads the name
     torch.Event, torch.Stream = Event, Stream  # type: ignore[misc, assignment]
     torch.Tensor.record_stream = record_stream  # type: ignore[assignment, method-assign]
     torch.compile = no_compiler  # type: ignore[assignment]

@@ -96,10 +96,9 @@ class PretendedRunner(ModelRunner):
 
     def differences(self, digests: Digests) -> Digests:
         """Return the differences of code without torch.cuda: the caller's real torch.cuda must not replace the
-        stand-in."""
-        return super().differences(
-            {place: each for place, each in digests.items() if not place.startswith(("torch.cuda", "torch:"))}
-        )
+        stand-in. If the caller has a stand-in, too, its objects must not replace the rank's."""
+        own = ("torch.cuda", "torch:", "tests.pretend_cuda")
+        return super().differences({place: each for place, each in digests.items() if not place.startswith(own)})
 
     def run(self, call: Call) -> Answer:
         answer = super().run(call)

@@ -98,6 +98,17 @@ def test_native_crash_is_reported_with_signal_and_traceback(method, signal, capf
     assert f"in {method}" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("level", [None, "ERROR"])
+def test_native_code_logs_errors_only_on_request(level, capfd, monkeypatch):
+    """Callers get typed errors. torch reads the level at its import, so a running fork server would keep its level."""
+    if level is not None:
+        monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", level)
+        monkeypatch.setenv(forks.SWITCH, "0")
+    with WorkerGroup(1, target=TARGET, threads=1) as group:
+        group.call("connect_to_nobody")
+    assert ("[c10d]" in capfd.readouterr().err) == (level is not None)
+
+
 def test_a_stopped_worker_runs_into_the_deadline(group):
     os.kill(group.pids[1], signal.SIGSTOP)
     error = fault_of(group.call, "sum_of_ranks", 1.0, deadline=time.monotonic() + 0.5)

@@ -206,6 +206,13 @@ def test_wrong_flags_end_command_before_torch_is_imported(tmp_path):
         assert (status, len(text.splitlines()), has_torch) == (2, 1, False), flags
 
 
+def test_empty_key_of_the_environment_is_refused(capsys, monkeypatch):
+    """An unset variable of a shell would open the server."""
+    monkeypatch.setenv("PARALLELFORMERS_API_KEY", "")
+    assert commands.main(["serve", "no/such/model"]) == 2
+    assert "PARALLELFORMERS_API_KEY is empty; set a value, or unset the variable" in capsys.readouterr().err
+
+
 def test_ctrl_c_while_torch_is_imported_ends_quietly(tmp_path):
     """The test sends SIGINT during the import of torch."""
     (tmp_path / "torch.py").write_text(

@@ -39,17 +39,20 @@ def expected(folder: Path) -> dict[str, str]:
     return {"base": greedy(base), "sql": greedy(peft.PeftModel.from_pretrained(base, folder / "sql").eval())}
 
 
-@pytest.fixture(scope="module")
-def client(folder: Path) -> Iterator[httpx.Client]:
-    """Yield a client of a server with many flags."""
-    flags = [
+def started_flags(folder: Path) -> list[str]:
+    return [
         *("--served-model-name", "base", "--lora-modules", f"sql={folder / 'sql'}"),
         *("--chat-template", str(folder / "template.jinja"), "--media-folder", str(folder / "media")),
         *("--cors", "https://example.org", "--open-probes", "--max-choices", "2", "--max-stops", "1"),
         *("--max-prompt-tokens", "40", "--max-tokens", "3", "--prefix-tokens", "0", "--log-format", "json"),
     ]
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path) -> Iterator[httpx.Client]:
+    """Yield a client of a server with many flags."""
     variables = {"PYTHONPATH": str(folder / "site-packages"), "PARALLELFORMERS_API_KEY": "the key"}
-    with command(folder / "base", *flags, **variables) as (_, client, _):
+    with command(folder / "base", *started_flags(folder), **variables) as (_, client, _):
         yield client
 
 
@@ -90,13 +93,13 @@ def test_folder_of_an_adapter_is_served(folder, expected):
         assert text(client) == expected["sql"]
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--strategy pipeline --max-memory 0=230KB 1=230KB cpu=1GiB --offload-folder {folder}/offload --dtype float32",
-        "--cache int8 --ratio 1 3 --replicas 2 --dtype bfloat16 --quantize int8 --cache-tokens 4096",
-    ],
+LAYOUTS = (
+    "--strategy pipeline --max-memory 0=230KB 1=230KB cpu=1GiB --offload-folder {folder}/offload --dtype float32",
+    "--cache int8 --ratio 1 3 --replicas 2 --dtype bfloat16 --quantize int8 --cache-tokens 4096",
 )
+
+
+@pytest.mark.parametrize("flags", LAYOUTS)
 def test_layouts_answer(folder, expected, flags):
     with command(folder / "base", *flags.format(folder=folder).split()) as (_, client, _):
         written = text(client)

@@ -68,6 +68,18 @@ def pruned(model: Any) -> None:
         prune.l1_unstructured(layer.mlp.down_proj, "weight", 0.5)
 
 
+def _scaled_columns(self: Any, states: torch.Tensor) -> torch.Tensor:
+    return self.down_proj(self.act_fn(self.gate_proj(states)) * self.up_proj(states) * self.column_scale)
+
+
+def scaled_columns(model: Any) -> None:
+    """Give feed-forwards a parameter of their own, as IA3 does; a small copy of the model has no such parameter."""
+    for layer in model.model.layers:
+        width = layer.mlp.up_proj.out_features
+        layer.mlp.column_scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
+        layer.mlp.forward = types.MethodType(_scaled_columns, layer.mlp)
+
+
 def normed_weights(model: Any) -> None:
     for layer in model.model.layers:
         weight_norm(layer.self_attn.o_proj)
@@ -154,6 +166,7 @@ CHANGES = {
     "hand-made LoRA": with_lora,
     "pruning masks": pruned,
     "weight norm": normed_weights,
+    "a scale of columns": scaled_columns,
     "a sparse feed-forward": sparse_feed_forward,
     "a gate over all queries": gated_attention,
     "a head that ends in a log-softmax": log_softmax_head,

@@ -37,6 +37,19 @@ def test_functions_with_a_cache() -> None:
     assert function is not program.fibonacci
 
 
+def test_cached_properties() -> None:
+    class Circle:
+        radius = 2
+
+        @functools.cached_property
+        def area(self) -> float:
+            return 3 * self.radius**2
+
+    circle = _again(Circle)()
+    assert circle.area == 12
+    assert vars(circle) == {"area": 12}
+
+
 def test_functions_of_a_library_go_by_name() -> None:
     from transformers.utils.import_utils import is_torch_available
 

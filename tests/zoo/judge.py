@@ -70,7 +70,7 @@ def judge(model_type: str, world_sizes: tuple[int, ...] = (2,), varied: bool = F
     """
     start = time.monotonic()
     try:
-        twin = _twin(model_type, varied)
+        twin = twin_of(model_type, varied)
     except Exception as error:  # failures of the whole model say nothing about cuts
         reason = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
         seconds, name = time.monotonic() - start, classes_of(model_type)[0]
@@ -85,7 +85,7 @@ def judge(model_type: str, world_sizes: tuple[int, ...] = (2,), varied: bool = F
     return verdicts
 
 
-def _twin(model_type: str, varied: bool) -> Twin:
+def twin_of(model_type: str, varied: bool) -> Twin:
     """Return a twin of the first class of the type that can be built, because some classes need missing packages."""
     config = configuration(model_type, CONFIG_MAPPING_NAMES[model_type])
     problems = []
