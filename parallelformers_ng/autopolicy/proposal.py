@@ -14,7 +14,7 @@ Kind = Literal["attention", "mlp", "experts", "gathered"]
 
 @dataclass(frozen=True)
 class Proposal:
-    """Rules for one part of a block, which a trial applies together."""
+    """Inferred rules for one part of a block, such as its attention; a trial applies all of them or none."""
 
     block: str  # class name of the block; all paths are relative to the block
     kind: Kind  # kind of layers that the rules cut, such as attention

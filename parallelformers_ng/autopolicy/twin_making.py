@@ -131,7 +131,7 @@ def _models(
                 if small.to_dict() in seen:
                     continue
                 model = build_tiny(cls, small, seed, largest)
-            except Exception as error:  # modelling code that refuses this size may accept the next size
+            except Exception as error:  # modelling code may raise anything at this size, but accept the next size
                 failures.append(failure_of(error))
                 continue
             if model is None:

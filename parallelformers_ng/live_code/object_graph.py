@@ -44,7 +44,7 @@ def walk(roots: Iterable[Any], inside: Callable[[Any], Iterable[Any]]) -> Iterat
     while pending:
         value = pending.pop()
         if type(value) not in PLAIN_TYPES and id(value) not in seen:
-            seen[id(value)] = value  # an id is unique only while the object lives
+            seen[id(value)] = value  # keeps the object alive, because Python reuses the id of a deleted object
             yield value
             pending += [*inside(value)][::-1]
 

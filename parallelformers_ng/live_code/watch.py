@@ -61,7 +61,7 @@ class CodeWatch:
             if of_program and isinstance(slot.value, types.ModuleType) and not is_library(slot.value.__name__):
                 tables.of(vars(slot.value)).hold({})
             if isinstance(slot.holder, GeneralInterface):
-                tables.of(slot.holder._local_mapping).hold({})  # a new entry hides one of the class
+                tables.of(slot.holder._local_mapping).hold({})  # a new entry of the object would hide one of the class
             if slot.key in (table := tables.of(slot.holder, slot.key)).items:
                 table.values[slot.key] = slot.value
         tables.of(torch.Tensor).hold({})

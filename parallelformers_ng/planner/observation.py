@@ -49,7 +49,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Observation:
-    """The work and the memory of one rank for sequences of a given length."""
+    """The operators that one rank runs in a decode step, and the memory that it needs."""
 
     peak: int  # peak of temporary memory during the prefill, in bytes, without weights and caches
     step: list[Work]  # work of the last decode step, in order
