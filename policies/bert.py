@@ -11,7 +11,7 @@ MLP = {"intermediate.dense": Column(), "output.dense": Row()}
 
 
 class BertPolicy(Policy):
-    """The encoder block of most encoders from 2018 to 2021. In a decoder, the block may have cross-attention.
+    """BERT's block, which most encoders from 2018 to 2021 have. In a decoder, the block may have cross-attention.
 
     The blocks differ in what needs no rule: places of norms, and positions, boxes or images in the embeddings.
     """

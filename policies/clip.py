@@ -13,8 +13,8 @@ class CLIPPolicy(Policy):
 
 
 class SiglipPoolingPolicy(Policy):
-    """The MLP of the pooling head. The head's attention has one query, uses torch's `MultiheadAttention`, and stays
-    whole."""
+    """The MLP of the head that pools image patches. The head's attention stays whole: it has only one query, and uses
+    torch's `MultiheadAttention`."""
 
     block = "SiglipMultiheadAttentionPoolingHead"
     plan = {"mlp.fc1": Column(), "mlp.fc2": Row()}

@@ -3,8 +3,8 @@ from parallelformers_ng.sharding.rules import Slice
 
 
 class CoherePolicy(LlamaPolicy):
-    """A block that adds attention and MLP of the same input. If q and k have norms, each head has its own norm
-    weights."""
+    """A block in which attention and MLP read the same input, and their outputs are added. If q and k have norms, each
+    head has its own norm weights."""
 
     block = "CohereDecoderLayer"
     plan = {**LlamaPolicy.plan, "self_attn.q_norm.weight": Slice(0), "self_attn.k_norm.weight": Slice(0, "key")}

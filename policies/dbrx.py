@@ -2,7 +2,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Reduce, Row
 
 
 class DbrxPolicy(Policy):
-    """A block with q, k and v side by side. The experts' matrices are stacked by rows, and each expert is cut by
+    """A block that packs q, k and v side by side. One matrix has the rows of all experts, and each expert is cut by
     width."""
 
     block = "DbrxBlock"

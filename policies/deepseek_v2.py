@@ -27,7 +27,7 @@ class DeepseekV2Policy(Policy):
 
 
 class DeepseekV2MoEPolicy(Policy):
-    """Routed experts and shared experts; the ranks sum the outputs of all experts in one exchange."""
+    """Routed experts and shared experts; the ranks sum the outputs of all experts in one all-reduce."""
 
     block = (
         "DeepseekV2Moe", "DeepseekOcr2TextMoe", "DeepseekV3MoE", "DeepseekV32MoE", "Glm4MoeMoE", "Glm4MoeLiteMoE",
@@ -51,7 +51,7 @@ class Ernie45MoEPolicy(Policy):
 
 
 class HunYuanMoEPolicy(Policy):
-    """Routed experts and an MLP for all tokens; the ranks sum the outputs of experts and MLP in one exchange."""
+    """Routed experts, and an MLP through which all tokens go; the ranks sum both outputs in one all-reduce."""
 
     block = "HunYuanMoEV1Moe"
     plan = moved(DeepseekV2MoEPolicy.plan, "shared_experts", "shared_mlp")
@@ -66,7 +66,7 @@ class KimiLinearPolicy(Policy):
 
 
 class KimiLinearAttentionPolicy(Policy):
-    """DeepSeek V2's attention, without positions."""
+    """DeepSeek V2's attention without rotary positions."""
 
     block = "KimiLinearAttention"
     plan = moved(LATENT_ATTENTION, "self_attn", "")

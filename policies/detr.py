@@ -18,7 +18,7 @@ class DetrEncoderPolicy(Policy):
 
 
 class DetrDecoderPolicy(DetrEncoderPolicy):
-    """DETR's decoder layer, over one query for each possible object."""
+    """DETR's decoder layer. Its inputs are object queries, one for each object that may be in the image."""
 
     block: ClassVar[str | tuple[str, ...]] = "DetrDecoderLayer"
     plan = {**DetrEncoderPolicy.plan, **_DECODER_ATTENTION, **moved(_DECODER_ATTENTION, "self_attn", "encoder_attn")}

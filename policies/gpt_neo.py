@@ -4,8 +4,8 @@ from parallelformers_ng.sharding.rules import Policy, moved
 
 
 class GPTNeoPolicy(Policy):
-    """GPT-Neo's block with global or local attention. The window of local attention is in a mask that all heads
-    share."""
+    """GPT-Neo's block with global or local attention. Local attention masks tokens outside a window, alike for all
+    heads."""
 
     block = "GPTNeoBlock"
     plan = {**moved(ATTENTION, "self_attn", "attn.attention"), **MLP}

@@ -3,8 +3,8 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 
 class GPTJPolicy(Policy):
-    """GPT-J's block, which adds attention and MLP of the same norm's output. The ranks sum attention and MLP
-    separately."""
+    """GPT-J's block, in which attention and MLP read the output of the same norm. The ranks sum the outputs of
+    attention and MLP separately."""
 
     block = "GPTJBlock"
     plan = {

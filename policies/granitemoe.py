@@ -12,7 +12,7 @@ class GraniteMoePolicy(LlamaPolicy):
 
 
 class GraniteMoeSharedPolicy(GraniteMoePolicy):
-    """GraniteMoe's block with an additional MLP for all tokens, in which gate and up are side by side."""
+    """GraniteMoe's block with an additional MLP through which all tokens go; it packs gate and up side by side."""
 
     block = "GraniteMoeSharedDecoderLayer"
     plan = {**GraniteMoePolicy.plan, "shared_mlp.input_linear": Column(fused=2), "shared_mlp.output_linear": Row()}

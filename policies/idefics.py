@@ -25,7 +25,7 @@ class IdeficsEmbeddingPolicy(Policy):
 
 
 class Idefics2ResamplerPolicy(Policy):
-    """A layer with grouped-query attention from latents to patches, and Llama's MLP."""
+    """A layer in which learned latents attend to image patches by grouped-query attention, with Llama's MLP."""
 
     block = "Idefics2PerceiverLayer"
     plan = {**ATTENTION, "self_attn": Heads("num_heads", "num_key_value_heads", groups="num_key_value_groups"), **MLP}

@@ -30,7 +30,7 @@ class LlamaPolicy(Policy):
 
 
 class LlamaMoEPolicy(LlamaPolicy):
-    """Llama's block in models whose later layers have experts, with a policy of their own, instead of the MLP."""
+    """Llama's block in models whose later layers have experts instead of the MLP; another policy cuts the experts."""
 
     block = (
         "DeepseekOcr2VisionEncoderLayer", "DeepseekOcr2TextDecoderLayer", "Ernie4_5DecoderLayer",

@@ -10,7 +10,7 @@ class LxmertSelfAttentionPolicy(Policy):
 
 
 class LxmertCrossAttentionPolicy(Policy):
-    """Attention from words to regions, and with the same weights from regions to words."""
+    """Cross-attention between words and image regions; both directions have the same weights."""
 
     block = "LxmertCrossAttentionLayer"
     plan = moved(LxmertSelfAttentionPolicy.plan, "self", "att")

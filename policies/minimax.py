@@ -2,7 +2,7 @@ from parallelformers_ng.sharding.rules import Column, Experts, Heads, Norm, Poli
 
 
 class MiniMaxLightningPolicy(Policy):
-    """Linear attention. `qkv_proj` is interleaved per head, and every head has its own decays."""
+    """MiniMax's linear attention. `qkv_proj` packs q, k and v head by head, and every head has its own decay rates."""
 
     block = "MiniMaxLightningAttention"
     plan = {

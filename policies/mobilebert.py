@@ -20,7 +20,7 @@ class MobileBertPolicy(BertPolicy):
 
 
 class MobileBertFeedForwardPolicy(Policy):
-    """The feed-forwards before the last feed-forward of a block."""
+    """All feed-forwards of a MobileBERT block except the last."""
 
     block = "mobilebert.FFNLayer"
     plan = MLP

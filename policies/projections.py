@@ -2,9 +2,9 @@ from parallelformers_ng.sharding.rules import Column, Policy, Slice, Vocabulary
 
 
 class ProjectionPolicy(Policy):
-    """The layers beside the blocks whose outputs every rank needs: projections between widths, poolers, dense layers
-    before output heads, heads and embeddings that the models do not name as such, and D-FINE's projections of sampling
-    offsets and attention weights, whose attention takes heads as slices of the whole hidden state."""
+    """Layers outside of blocks, whose outputs are gathered because every rank needs them: projections, poolers, dense
+    layers before output heads, heads and embeddings that `get_output_embeddings` and `get_input_embeddings` do not
+    return, and D-FINE's projections of sampling offsets and attention weights."""
 
     block = (
         "AlbertMLMHead", "AlbertModel", "AlbertTransformer", "BarkCausalModel", "BarkFineModel", "BertPooler",
@@ -59,9 +59,9 @@ class ProjectionPolicy(Policy):
 
 
 class VocabularyPolicy(Policy):
-    """Embeddings and output heads that the models do not name as such, with the layers beside them: of entities, whose
-    vocabulary is larger than that of words (LUKE); of a decoder with a vocabulary of its own (FSMT); and word
-    embeddings that can also be quantized (I-BERT)."""
+    """Embeddings and output heads that `get_input_embeddings` and `get_output_embeddings` do not return, and layers
+    beside them: for entities, whose vocabulary is larger than that of words (LUKE); for a decoder with its own
+    vocabulary (FSMT); and word embeddings that can be quantized (I-BERT)."""
 
     block = (
         "EntityPredictionHead", "FSMTDecoder", "IBertEmbeddings", "IBertLMHead", "LukeEntityEmbeddings",

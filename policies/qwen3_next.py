@@ -48,8 +48,8 @@ class Qwen35DeltaNetPolicy(Policy):
 
 
 class Qwen3NextMoEPolicy(Policy):
-    """Routed experts and an expert for all tokens, which may be gated; the ranks sum all outputs in one
-    exchange."""
+    """Routed experts, and a shared expert that may be gated; the ranks sum the outputs of all experts in one
+    all-reduce."""
 
     block = ("Qwen3NextSparseMoeBlock", "Llama4TextMoe", "Qwen3_5MoeSparseMoeBlock")
     plan = moved(DeepseekV2MoEPolicy.plan, "shared_experts", "shared_expert")

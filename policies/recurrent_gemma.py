@@ -8,7 +8,7 @@ class RecurrentGemmaPolicy(Policy):
 
     block = "RecurrentGemmaRecurrentBlock"
     plan = {
-        # `hidden_size` is only the width of a new state, before a prompt of one token.
+        # The forward reads `hidden_size` only to make a new recurrent state, if a prompt has a single token.
         "": Heads(
             "rg_lru.num_attention_heads",
             scaled=("lru_width", "hidden_size"),

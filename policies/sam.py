@@ -31,7 +31,7 @@ class SamMLPPolicy(Policy):
 
 
 class SamFeedForwardPolicy(Policy):
-    """The small MLPs after the mask decoder."""
+    """The small MLPs on the outputs of SAM's mask decoder."""
 
     block = ("SamFeedForward", "SamHQFeedForward")
     plan = {"proj_in": Column(gather=True), "layers.*": Column(gather=True)}

@@ -19,7 +19,7 @@ _CROSS = re.compile(
 
 
 def candidate_inputs(model: nn.Module, seed: int = 1) -> Iterator[dict[str, Any]]:
-    """Yield keyword arguments for `model.forward`, first those that should reach most of the model.
+    """Yield keyword arguments for `model.forward`, those with which the forward should call most modules first.
 
     The caller tries the arguments in this order until a forward pass succeeds. Tensors are on CPU. Ids are int64, and
     floating-point values have the data type of the model's first floating-point parameter. The batch size is 1 or 2.
@@ -99,7 +99,7 @@ def _sounds(maker: SampleInputs) -> Iterator[Media]:
 
 
 def _tokens_of(method: Any, arguments: dict[str, Any]) -> int:
-    """Return the number of tokens that a model makes of an image or sound; 0 if the model refuses the arguments."""
+    """Return how many tokens an encoder method makes of an image or sound; 0 if it raises on the arguments."""
     accepted = inspect.signature(method).parameters
     free = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in accepted.values())
     try:

@@ -1,4 +1,4 @@
-"""Checks whether a plan is still right after a program has changed the model's code."""
+"""Checks whether a plan is still correct after the program has changed the model's code."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from parallelformers_ng.sharding.policy import Selection
 from parallelformers_ng.sharding.stored import StoredInParts
 from parallelformers_ng.sharding.units import and_above, sees_part
 
-# Attribute of configurations with the name of the attention function.
+# Attribute in which transformers' configurations keep the name of the attention function.
 ATTENTION_SETTING = "_attn_implementation_internal"
 
 
 class CodeCheck:
-    """A check of a plan against code that has changed since the plan was made."""
+    """Decides whether a plan still fits a model whose code has changed since the plan was made."""
 
     def __init__(self, model: PreTrainedModel, plan: ShardPlan, selection: Selection | None) -> None:
         self._model_class = type(model)
@@ -46,7 +46,7 @@ class CodeCheck:
         def changed(classes: Iterable[type]) -> list[type]:
             return [cls for cls in classes if foreign_class(cls) and not reach([cls]).keys().isdisjoint(moved)]
 
-        if cut := changed(self._cut):  # a proof is not enough here: see `CutUnit.not_stock`
+        if cut := changed(self._cut):  # a twin's small numbers may miss an error in code that computes on shards
             return f"{cut[0].__name__} is sharded"
         readers = {cls for cls in self._outside if self._layers & names_of_class(cls)}
         return self._not_proven() if changed(self._inside | readers) else ""

@@ -10,18 +10,18 @@ from typing import Any
 from torch import nn
 
 LONG = 256  # number of rows to which longer embedding tables are shortened, approximately
-_BEFORE = 2  # most extra rows of a table, for example for padding, that the configuration does not count
+_BEFORE = 2  # a table may have so many rows more than its setting says, for example for padding
 
 
 @dataclass(frozen=True)
 class Shapes:
     """The sizes of a model, which tell the meaning of the numbers in its configuration."""
 
-    # lengths of the module lists; a setting that counts layers equals a length. Without a model: 0 to 999.
+    # Lengths of the model's module lists. A setting that counts layers equals such a length. Without a model: 0 to 999.
     lengths: Container[int] = range(1000)
-    # all dimensions of the parameters. A setting whose list has only such sizes lists no layers.
+    # All dimensions of the parameters. A list in the configuration with only such sizes is no list of layer numbers.
     sizes: frozenset[int] = frozenset()
-    # settings' values that count the rows of a long table, for example of positions
+    # Values in the configuration that equal the number of rows of a long embedding table, for example of positions.
     tables: frozenset[int] = frozenset()
     windows: bool = False  # whether parameter shapes depend on the window settings, which then count no tokens
 

@@ -16,8 +16,8 @@ from parallelformers_ng.sharding.structure import Layer, Place, places
 def propose(model: nn.Module, layers: Sequence[Layer], live: set[str]) -> list[Proposal]:
     """Return proposals for all blocks of a model.
 
-    A layer outside of attention, multilayer perceptrons and experts gets a proposal only if the layer has at least
-    1/200 of the weights of `layers`.
+    `live` has the names of parameters that influence the outputs. A layer outside of attention, multilayer perceptrons
+    and experts gets a proposal only if it has at least 1/200 of the weights of `layers`.
     """
     by_name = {layer.name: layer for layer in layers}
     where = places(model)
@@ -52,7 +52,7 @@ def _is_experts(name: str, module: nn.Module, live: set[str]) -> bool:
 
 
 def _pairs(layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
-    """Return groups `up, down` or `gate, up, down` of layers that are called one after another.
+    """Find multilayer perceptrons: groups `up, down` or `gate, up, down` of layers called one after another.
 
     The input width of `down` equals the output width of each earlier layer in the group, or half of it.
     """

@@ -34,10 +34,10 @@ class _Edit:
 
     def __init__(self, module: nn.Module, settings: dict[str, Any]) -> None:
         self.cls = type(module)
-        # name of an attribute → value, except parameters, buffers and children
+        # attributes of the module object by name, except parameters, buffers and child modules
         self.attributes = {name: value for name, value in vars(module).items() if name not in _TABLES}
         self.names = _names_in(module)
-        self.functions = functions_of(module)  # functions of the program in attributes
+        self.functions = functions_of(module)  # functions that the program assigned to attributes, by attribute name
         # names of the functions that are bound to this module
         self.bound = {name for name, value in self.functions.items() if getattr(value, "__self__", None) is module}
         has_tensors = any(True for _ in (*module.parameters(), *module.buffers()))
@@ -50,7 +50,6 @@ class _Edit:
 
 
 def _names_in(module: nn.Module) -> list[list[str]]:
-    """The names of a module's parameters, of its buffers and of its children."""
     return [[*table] for table in (module._parameters, module._buffers, module._modules)]
 
 
@@ -79,7 +78,7 @@ class LiveEdits:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Key that is equal for models with equal code."""
+        """Key for a cache of results: two models with equal code have equal keys."""
         classes = {edit.cls for edit in self._edits.values()}
         slots = reach(classes).values() if classes else ()
         code = frozenset(
@@ -93,8 +92,9 @@ class LiveEdits:
         return [value for edit in self._edits.values() for value in edit.functions.values()]
 
     def objects(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield path of a module, name and value of the attributes of modules with foreign code. Of private attributes,
-        only those count whose names the program's code contains."""
+        """Yield (module path, attribute name, value) of modules with foreign code.
+
+        A private attribute is yielded only if its name occurs in the program's code."""
         words = self.words
         for path, edit in self._edits.items():
             for name, value in edit.attributes.items():
@@ -104,7 +104,7 @@ class LiveEdits:
 
     @functools.cached_property
     def words(self) -> set[str]:
-        """The names and strings in the program's code on modules and on their classes."""
+        """Names and string constants in the program's functions, and in methods of foreign classes."""
         classes = {base for edit in self._edits.values() for base in edit.cls.__mro__}
         return words_of_program((*(value for cls in classes for value in vars(cls).values()), *self.functions))
 
@@ -114,7 +114,7 @@ class LiveEdits:
                 yield path, name, value.__func__ if name in edit.bound else value
 
     def set(self, path: str, name: str, value: Any) -> None:
-        """Take over an attribute of a module that the program sets later; only modules with foreign code count."""
+        """Record that the program set a module's attribute after construction; ignore modules without foreign code."""
         edit = self._edits.get(path)
         if edit is not None and value is REMOVED:
             edit.attributes.pop(name, None)
@@ -167,8 +167,9 @@ class LiveEdits:
 
 
 def _isolated(function: Any) -> Any:
-    """Return a copy of a function with its own variables, so that runs of a twin do not change the program's; the
-    function itself if it has none, or cannot be copied."""
+    """Copy a function and the mutable objects it reads, so that a twin's run does not change the program's objects.
+
+    A function that reads none, or that cannot be copied, is returned itself."""
     if not State(function):
         return function
     return _copied(function, lambda each: cloudpickle.loads(cloudpickle.dumps(each)), function)

@@ -1,4 +1,4 @@
-"""Gives a proof random numbers of its own, so that the caller's random streams stay unchanged."""
+"""Gives proofs a separate random generator, so that they do not change the state of the caller's generators."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class OwnDraws(TorchDispatchMode):
-    """In this context, random operators of this thread on CPU use a generator of their own.
+    """Context in which this thread's random operators on CPU draw from a separate generator.
 
-    torch's default generator belongs to all threads: a proof that seeded it would change what other threads draw
-    meanwhile. The numbers are the same as after `torch.manual_seed(seed)`.
+    The numbers are the same as after `torch.manual_seed(seed)`, which would also change what other threads draw.
     """
 
     def __init__(self, seed: int) -> None:

@@ -20,9 +20,9 @@ from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import CustomPolicies
 from parallelformers_ng.sharding.wording import human_bytes
 
-# Strategy "auto" chooses a pipeline only if its fullest rank holds less than this share of tensor parallelism's. In a
-# pipeline, only one rank computes at a time.
-_MUCH_LESS = 0.8
+# In a pipeline, only one rank computes at a time. So strategy "auto" chooses a pipeline only if the pipeline's fullest
+# rank holds less than 80 % of the bytes of the fullest rank with tensor parallelism.
+_MAX_PIPELINE_BYTES = 0.8
 
 
 def check_fit(fit: FitOptions, world_size: int, **others: Any) -> None:
@@ -68,9 +68,9 @@ def make_plan(
 def better(cut: Callable[[], ShardPlan], staged: Callable[[], ShardPlan]) -> ShardPlan:
     """Choose between tensor parallelism and a pipeline for strategy "auto", and set the plan's `why`.
 
-    The choice is a pipeline if the layers cannot be sharded, or if two conditions hold. Tensor parallelism replicates
-    more than 10 % of the bytes. The fullest rank of the pipeline holds less than 80 % of the bytes of the fullest rank
-    of tensor parallelism. Other exceptions of `cut` and `staged` are passed on, for example PolicyError.
+    `cut` makes the plan for tensor parallelism, `staged` the plan for a pipeline. The pipeline is chosen if `cut`
+    raises UnsupportedModelError, or if two conditions hold: tensor parallelism replicates more than 10 % of the bytes,
+    and the pipeline's fullest rank holds less than 80 % of the bytes of the fullest rank with tensor parallelism.
     """
     try:
         tensor = cut()
@@ -86,6 +86,6 @@ def better(cut: Callable[[], ShardPlan], staged: Callable[[], ShardPlan]) -> Sha
     except (UnsupportedModelError, PlacementError) as error:
         return replace(tensor, why=f"because the model cannot be divided into stages: {error}")
     full, fuller = human_bytes(max(pipeline.bytes_per_rank)), human_bytes(max(tensor.bytes_per_rank))
-    if max(pipeline.bytes_per_rank) < _MUCH_LESS * max(tensor.bytes_per_rank):
+    if max(pipeline.bytes_per_rank) < _MAX_PIPELINE_BYTES * max(tensor.bytes_per_rank):
         return replace(pipeline, why=f"because its fullest rank has {full}, with strategy 'tensor' {fuller}")
     return replace(tensor, why=f"because its fullest rank has {fuller}, with strategy 'pipeline' {full}")

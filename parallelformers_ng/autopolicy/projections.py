@@ -32,7 +32,8 @@ _HEAD_COUNTS = (
 _ALSO_COUNTS = re.compile(r"^(?!.*(key|kv|dim)).*head")
 _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_k_heads", "kv_heads", "kv_n_heads")
 _GROUPS = ("num_key_value_groups", "n_rep", "num_groups", "kv_groups", "num_kv_groups")
-# Places in the module's output tuple, after a position bias, that may also hold attention weights of all heads.
+# (index in the module's output tuple, dimension of heads) of outputs that may be attention weights if a position bias
+# comes before them.
 _MORE_WEIGHTS = ((2, 1), (3, 1))
 
 
@@ -57,7 +58,7 @@ class Attention:
 
     @classmethod
     def find(cls, name: str, place: Place, module: nn.Module, by_name: dict[str, Layer]) -> Attention | None:
-        """Recognize an attention by the names of its layers; None if the module is no attention."""
+        """Return the attention that `module` is, judged by the names of its layers; None if it is no attention."""
         own = {key: by_name[full] for key, _ in module.named_children() if (full := dotted(name, key)) in by_name}
         queries = [layer for key, layer in own.items() if _QUERY.match(key)]
         keys = [layer for key, layer in own.items() if _KEY.match(key) or _VALUE.match(key)]
@@ -77,7 +78,7 @@ class Attention:
         return cls(name, place, module, queries, keys, fused, out, others)
 
     def proposal(self, live: set[str]) -> Proposal:
-        """Propose at most 8 variants of rules; no variants if no head count is known."""
+        """Return at most 8 alternative sets of rules; none if no attribute counts the heads."""
         width = self.out.inputs
         variants: list[dict[str, Rule]] = []
         for query, heads in _counts(self.module, _HEAD_COUNTS, width):
@@ -103,7 +104,7 @@ class Attention:
         return Proposal(self.place.block, "attention", tuple(variants[:8]), gathered)
 
     def _packings(self, heads: int, key_heads: int) -> list[dict[str, Rule]]:
-        """Rules for the fused layer, the most likely first; one empty dictionary without a fused layer."""
+        """Return alternative rules for the layer that packs q, k and v, the most likely first; `[{}]` without one."""
         if self.fused is None:
             return [{}]
         key: Unit = "key"
@@ -130,7 +131,7 @@ class Attention:
         return tuple(name for name, value in attributes if type(value) is int and value == width and name not in taken)
 
     def _rules(self, heads: int, key_heads: int, live: set[str]) -> dict[str, Rule]:
-        """Rules for all projections except a fused one, for norms and for further parameters of the module."""
+        """Return rules for separate projections, norms and further parameters of the module."""
         above = self.place.path
         rules: dict[str, Rule] = {layer.place.path: Column() for layer in self.queries}
         rules |= {layer.place.path: Column("key") if key_heads != heads else Column() for layer in self.keys}

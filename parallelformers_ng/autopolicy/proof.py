@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass
 class Proof:
-    """The result of a search for policies and of their proof."""
+    """Policies that passed on a twin, and what the search tried."""
 
     selection: Selection  # policies to use, including written policies
     tried: list[str] = field(default_factory=list)  # failed attempts with reasons, as text
@@ -43,14 +43,14 @@ class Proof:
     chosen: Sequence[Proposal] = ()  # inferred rules, which a search for another number of ranks tries first
 
 
-# Number of ranks of the first search, because trials on few ranks are fast. Later searches try its rules first.
+# The first search is for 2 ranks, because trials on few ranks are fast. A search for more ranks tries its rules first.
 _FIRST = 2
-# Selection without policies, for stages of one rank, which hold whole layers.
+# Selection without policies, for pipelines with one rank per stage, whose layers are not cut.
 UNCUT = Selection((), "pipeline", vocabulary=False, leftovers=False)
-# Layers of a twin. Two layers in each of two stages test the step within a stage and the step between stages.
+# A twin has 4 layers, 2 in each of 2 stages, to test hidden states passed within a stage and between stages.
 _LAYERS = 4
 _RESULTS: dict[tuple[Any, ...], Any] = {}
-# Only the latest twin, because proofs of one model for several world sizes follow one another.
+# Cache of only the latest twin, because proofs of one model for several world sizes follow one another.
 _TWINS: dict[tuple[Any, ...], Twin] = {}
 
 
@@ -59,9 +59,9 @@ class _Refusal(NamedTuple):
 
 
 def remembered(make: Callable[[], T], model: PreTrainedModel, *question: Any) -> T:
-    """Return the result of `make` for a question about a model, also from an earlier call for an equal model.
+    """Return `make()`, cached by `question` and by the class, configuration and code of the model.
 
-    An UnsupportedModelError is a result, too: an error with the same text is raised.
+    An UnsupportedModelError is cached, too: an error with the same text is raised.
     """
     key = (*identity(model), *question)
     if key not in _RESULTS:
@@ -90,7 +90,7 @@ def prove_live_code(
     any_precision = QuantizeOptions(dequantize=True)  # the caller's plan refuses weights that may not change precision
     uncut = build_plan(model, world_size, selection, parts=parts, quantize=any_precision).uncut
     if uncut == build_plan(model, world_size, proven, parts=parts, quantize=any_precision).uncut:
-        return selection  # a proof would not change the plan
+        return selection  # no layer stays whole because of foreign code, so a proof would not change the plan
 
     def proves() -> bool:
         twin = twin_of(model)
@@ -111,7 +111,7 @@ def _runs_foreign_code(twin: Twin) -> bool:
 
 
 def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:
-    """Check written policies on a twin."""
+    """Return why written policies fail on a twin; "" if sharded and whole outputs match."""
     trials = Trials(twin_of(model), selection, world_size)
     return "" if trials.match([], selection.vocabulary, selection.leftovers) else trials.failure
 
@@ -119,7 +119,7 @@ def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:
 def prove_custom(
     model: PreTrainedModel, policies: tuple[type[Policy], ...], world_size: int, parts: Sequence[float] = ()
 ) -> None:
-    """Check custom policies on a twin."""
+    """Raise an error if custom policies fail on a twin, because its sharded and whole outputs do not match."""
     plans = str([policy.plan for policy in policies])
     question = ("custom", world_size, tuple(parts), policies, plans)
     if why := remembered(lambda: _objection(model, policies, world_size, parts), model, *question):
@@ -177,9 +177,9 @@ def _search(model: PreTrainedModel, base: Selection, world_size: int, parts: tup
 
 
 def may_merge(model: PreTrainedModel) -> bool:
-    """Return whether a stage need send only the result of its last block to the other ranks, not of every block.
+    """Return whether a pipeline stage may send only its last block's output to other stages, not every block's.
 
-    The proof divides a twin into two stages.
+    A twin in two stages, with and without such sending, decides.
     """
     try:
         return remembered(lambda: _are_merged(model), model, "stages")

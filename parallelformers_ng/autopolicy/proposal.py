@@ -14,10 +14,10 @@ Kind = Literal["attention", "mlp", "experts", "gathered"]
 
 @dataclass(frozen=True)
 class Proposal:
-    """Rules for one part of a block, which a trial applies together."""
+    """Inferred rules for one part of a block, such as its attention; a trial applies all of them or none."""
 
     block: str  # class name of the block; all paths are relative to the block
-    kind: Kind  # kind of the layers
+    kind: Kind  # kind of layers that the rules cut, such as attention
     variants: tuple[dict[str, Rule], ...]  # alternative rules, each by path, the most likely first
     # paths of layers to try one by one as column-parallel layers with gathered outputs, if every variant fails
     gathered: tuple[str, ...] = ()

@@ -26,8 +26,7 @@ _DTYPE, _TOLERANCE = torch.float32, 1e-4
 def check_quantized(model: PreTrainedModel, selection: Selection, world_size: int, options: QuantizeOptions) -> str:
     """Check a model's quantized shards on a twin in float32: outputs may differ by 1e-4 of the largest value.
 
-    A scheme with groups is tested with groups of 2 inputs, because a twin's layers are narrow. Exceptions of
-    modelling code, on the whole or the sharded twin, are passed on.
+    A scheme with groups is tested with groups of 2 inputs, because a twin's layers are narrow.
     """
     twin = twin_of(model)
     options = replace(options, group=_GROUP if options.block else None)

@@ -1,4 +1,4 @@
-"""Searches for rules that pass on a twin: all proposals together, then each alone, then parts of failed proposals."""
+"""Searches for rules with which a twin's sharded outputs match: tries all proposals together, then each one alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parallelformers_ng.sharding.policy_registry import written_places
 from parallelformers_ng.sharding.structure import Place, called_layers, places
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
 
-# A layer with less than one in 5000 of the parameters stays whole, because a gather would cost more than it saves.
+# A layer with less than 1/5000 of the model's parameters stays whole: gathering its outputs costs more than it saves.
 _SMALL = 5000
 
 
@@ -67,7 +67,7 @@ class RuleSearch:
         return Selection(policies, "+".join(sources), self.vocabulary, leftovers, base.customs)
 
     def single_layers(self, proposals: Sequence[Proposal], covered: set[str]) -> list[Proposal]:
-        """Return rules for layers that only a probe of a single layer reaches.
+        """Return rules for layers that no run of the twin calls, and that were therefore run alone.
 
         Experts are sharded along their width; other layers become column-parallel with gathered outputs. A layer with
         less than 1/5000 of the model's parameters gets no rule.
@@ -100,7 +100,7 @@ class RuleSearch:
         return False
 
     def choose(self, proposals: Sequence[Proposal]) -> list[Proposal]:
-        """Return the proposals that pass both alone and together, each with a variant; note failures in `tried`."""
+        """Return the proposals that pass alone and also together, each with its first variant that passes."""
         chosen: list[Proposal] = []
         singles: list[Proposal] = []
         for proposal in proposals:

@@ -42,10 +42,10 @@ class SampleInputs:
         config = getattr(model, "config", None)
         # the configuration and all nested configurations, outer configurations first
         self.parts: list[Any] = [] if config is None else [config]
-        for part in self.parts:  # the loop adds nested configurations, so outer configurations come first
+        for part in self.parts:  # the loop also visits the nested configurations that it appends
             self.parts += [value for value in vars(part).values() if hasattr(value, "to_dict")]
         self.generator = torch.Generator().manual_seed(seed)
-        # data type of floating-point values, that of the model's first floating-point parameter
+        # Floating-point inputs have the data type of the model's first floating-point parameter.
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         parameters = inspect.signature(model.forward).parameters
         plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

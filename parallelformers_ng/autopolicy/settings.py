@@ -9,12 +9,12 @@ from transformers import PreTrainedConfig
 
 
 def setting(config: Any, name: str) -> Any:
-    """Return the value of a configuration's attribute by its own or its standard name; None without the attribute."""
+    """Return a configuration's attribute by its own name or by transformers' standard name; None if there is none."""
     return vars(config).get(stored_name(config, name))
 
 
 def number(config: Any, *names: str) -> int:
-    """Return the first integer among a configuration's attributes of these names; 0 without one."""
+    """Return the first of the named attributes of a configuration that is an integer; 0 if none is."""
     values = (setting(config, name) for name in names)
     return next((value for value in values if isinstance(value, int)), 0)
 

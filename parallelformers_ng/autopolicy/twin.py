@@ -18,7 +18,7 @@ from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 @dataclass
 class TwinProbe:
-    """A part of a twin that can run alone, with inputs and the outputs that the unsharded part returned."""
+    """One test of a twin: inputs for the twin, or for a module in it, and the outputs of the unsharded module."""
 
     path: str  # dotted path of the part; "" for the whole model
     inputs: dict[str, Any]  # keyword arguments of the part's forward
@@ -30,17 +30,17 @@ class TwinProbe:
 
 @dataclass
 class Twin:
-    """A tiny model, and the observations from its forward."""
+    """A tiny random copy of a model's architecture, and what was observed when it ran."""
 
     # the unsharded model with random parameters, in float64 if its code allows float64, otherwise in float32
     model: PreTrainedModel
-    probes: list[TwinProbe]  # parts to run and compare
+    probes: list[TwinProbe]  # tests: modules to run sharded, and outputs that they must return
     # name of a module → position of the end of its first call; a module comes after its submodules
     calls: dict[str, int]
     # name of a parameter that influences outputs → absolute gradient of the outputs, with the parameter's shape
     gradients: dict[str, torch.Tensor]
-    unreached: str = ""  # reasons why probes do not reach some parts, as text; "" if probes reach all parts
-    # paths of layers that only a probe of the layer alone reaches
+    unreached: str = ""  # why some modules could not be run on any inputs, as text; "" if all modules ran
+    # paths of layers that no forward of the twin calls, so that each is tested alone
     single_layers: list[str] = field(default_factory=list)
 
     @property
@@ -66,9 +66,8 @@ def failure_of(error: Exception) -> str:
 def run(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """Run a model on copies of the inputs, because some forwards change their inputs. Return the output's tensors.
 
-    If `dtype` is set, floating-point inputs are cast to this data type. Caches are left out of the result, as in
-    `structure.tensors`. Attention weights of all heads are gathered, so all ranks must call this function together.
-    Exceptions of the model's code are passed on.
+    If `dtype` is set, floating-point inputs are cast to it. KV caches are left out of the result. Attention weights are
+    gathered from all ranks, so all ranks must call this function together.
     """
     arguments = {
         name: (value.to(dtype) if dtype and value.is_floating_point() else value.clone())

@@ -27,9 +27,9 @@ from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 _COMFORTABLE = 8_000_000
 _LARGEST = 60_000_000
-_DEEPEST = 8  # most layers of a twin that is made deeper to include more kinds of layers
-_SECONDS = 3.0  # seconds of processor time after which no larger twin is tried to run more of the model
-# Shrinkings to try, in this order: all with at most _COMFORTABLE parameters first, then with at most _LARGEST.
+_DEEPEST = 8  # a twin gets at most 8 layers, if that many are needed to include more kinds of layers
+_SECONDS = 3.0  # after 3 s of processor time, a twin of which only parts run is accepted, instead of a larger twin
+# Sizes of twins to try in this order, first those with at most _COMFORTABLE parameters, then with at most _LARGEST.
 _SHRINKS: Sequence[Shrinking] = (
     Shrinking(),
     Shrinking(keep_vocabulary=True),
@@ -44,7 +44,7 @@ _SHRINKS: Sequence[Shrinking] = (
 
 
 @torch.inference_mode(False)
-@torch.enable_grad()  # the caller may have switched gradients off
+@torch.enable_grad()  # a twin needs gradients, even if the caller has switched them off
 def make_twin(
     cls: type[PreTrainedModel],
     config: PreTrainedConfig,
@@ -131,7 +131,7 @@ def _models(
                 if small.to_dict() in seen:
                     continue
                 model = build_tiny(cls, small, seed, largest)
-            except Exception as error:  # modelling code that refuses this size may accept the next size
+            except Exception as error:  # modelling code may raise anything at this size, but accept the next size
                 failures.append(failure_of(error))
                 continue
             if model is None:
@@ -192,7 +192,7 @@ def build_tiny(
 ) -> PreTrainedModel | None:
     """Return a random model in evaluation mode; None if the model would have more than `largest` parameters.
 
-    The caller's random streams stay unchanged. The function passes on exceptions of modelling code that refuses the
+    The state of the caller's random generators stays unchanged. Modelling code may raise if it refuses the
     configuration.
     """
     with torch.device("meta"):

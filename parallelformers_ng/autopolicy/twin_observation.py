@@ -22,7 +22,7 @@ from parallelformers_ng.sharding.structure import dotted, traced_calls, uses
 
 DRAWS = "its forward draws random numbers: two runs differ"
 _ROWS = 6  # rows of the inputs of a single layer
-_SECONDS = 4.0  # seconds of processor time after which each part is tried only on the first inputs
+_SECONDS = 4.0  # after 4 s of processor time, each module is tried only on the first candidate inputs
 
 
 def observe(model: PreTrainedModel, seed: int) -> Twin:
@@ -61,7 +61,7 @@ class _Observer:
         self.end = time.thread_time() + _SECONDS
         self.copy = sharing_copy(model)
         for parameter in model.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())  # frozen parameters influence outputs, too
+            parameter.requires_grad_(parameter.is_floating_point())  # gradients show which parameters influence outputs
 
     def probe_parts(self) -> Twin:
         """Make a probe of the model, and probes of the parts that this probe does not reach."""
@@ -141,7 +141,7 @@ def _differentiate(
 
 
 def single_layers(model: nn.Module, reached: set[str], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield path and inputs of layers that no inputs of the model reach, for a probe of each layer alone.
+    """Yield (path, inputs) of layers that no forward of the model calls, so that each can be tested alone.
 
     A layer qualifies only if the modelling code does nothing with the layer except calls (`sharding/layer_uses.py`).
     With gathered outputs, such a column-parallel layer has the same outputs as a whole layer in every model.

@@ -20,10 +20,10 @@ from parallelformers_ng.origins import CORE, package_of
 from parallelformers_ng.wire.by_value import ReferenceUnpickler
 from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
-# Digest of a place that has no value.
+# Digest that stands for "this name has no value in the other process".
 ABSENT = b""
 _NOTHING = object()
-# Attributes that transformers sets on the class of a model, also on a class of the program.
+# Attributes that transformers caches on every model class at first use; they are no changes of the program.
 _FILLED_IN = ("_can_set_attn_implementation_cached_value", "_can_set_experts_implementation_cached_value")
 # Registry of transformers 5.17 for the classes of all models of a process; a rank always has a different registry.
 _BUILT = "transformers.utils.output_capturing:_CAN_RECORD_REGISTRY"
@@ -41,7 +41,7 @@ def classes_of(model: nn.Module) -> set[type]:
 
 
 def digests_of(slots: Mapping[str, Slot]) -> Digests:
-    """Name of a place → digest of its value, for places in modules that a rank can import."""
+    """Digest the values of slots, by name; only slots of modules that a rank can import."""
     by_value = {name for name in {module_of(place) for place in slots} if is_by_value(name)}
     return {
         place: digest(slot.value)
@@ -51,10 +51,10 @@ def digests_of(slots: Mapping[str, Slot]) -> Digests:
 
 
 def differences(digests: Digests) -> Digests:
-    """Compare digests of another process with the code of this process, which imports the modules of the places.
+    """Compare another process's digests with the code of this process, which imports the modules that have the code.
 
     Returns:
-        Name of a place → digest of its value in this process, or `ABSENT` without a value, for places that differ.
+        Name of a slot that differs → digest of its value in this process, or `ABSENT` if it has no value here.
     """
     own_digests: Digests = {}
     for place, other_digest in digests.items():
@@ -67,12 +67,12 @@ def differences(digests: Digests) -> Digests:
     return own_digests
 
 
-# Name of a place → a function and its digest.
+# Cache of digests: name of a slot → the function in it, and the function's digest.
 _REMEMBERED: dict[str, tuple[types.FunctionType, bytes]] = {}
 
 
 def remember_functions(classes: Iterable[type]) -> None:
-    """Digest the functions that these classes reach, once for all processes that this process will fork.
+    """Cache the digests of the functions that these classes can call, for all processes that this process will fork.
 
     A fork that digests a function itself copies every page of memory that it reads, because reading an object counts a
     reference. No program runs here or in the forks before they compare code, so the functions stay as they are.
@@ -83,7 +83,7 @@ def remember_functions(classes: Iterable[type]) -> None:
 
 
 def is_filled_in(slot: Slot, here: bytes) -> bool:
-    """Whether a place differs from a rank's digest `here` only because transformers fills it at first use."""
+    """Whether a slot differs from a rank's digest `here` only because transformers fills it at first use."""
     if slot.place == _BUILT or (slot.key in _FILLED_IN and here == ABSENT):
         return True
     if not slot.place.startswith("transformers.") or not slot.key.startswith("_"):
@@ -93,7 +93,7 @@ def is_filled_in(slot: Slot, here: bytes) -> bool:
 
 
 class AppliedChanges:
-    """The changes that a rank has made to imported code. `of_step`: a forward pass reaches changed code of a
+    """The program's code changes that a rank has applied. `of_step`: whether a forward pass runs changed code of a
     library."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class AppliedChanges:
         self.of_step = False
 
     def apply(self, changes: CodeChanges, model: nn.Module | None) -> None:
-        """Set the new values at their places; the pickle contains code, so the sender must be trusted."""
+        """Unpickle the new values and assign them by name. Unpickling runs code, so the sender must be trusted."""
         values = ReferenceUnpickler(changes.data, self._imported).load()
         classes = set() if model is None else {type(module) for module in model.modules()}
         for place, value in values.items():
@@ -123,17 +123,17 @@ class AppliedChanges:
             _put(holder, key, value)
 
     def _imported(self, place: str) -> Any:
-        """The value that this rank imported at a place, even if the place was changed."""
+        """The value that a slot had when this rank imported it, before any change."""
         return self._before[place][2] if place in self._before else _look_up(place)
 
 
 def is_local(place: str) -> bool:
-    """Whether a place is in a class made by a function; such a class is pickled by value."""
+    """Whether the slot of this name belongs to a class that is defined in a function, and so is pickled by value."""
     return "<locals>" in place
 
 
 def may_be_copied(place: str) -> bool:
-    """Whether code that was pickled by value may have a copy of a place: the place is in a program's module."""
+    """Whether the slot of this name is in a program's module, so that code pickled by value may have a copy of it."""
     return not place.endswith("]") and package_named_in(place) not in CORE
 
 
@@ -184,7 +184,7 @@ def _holder_of(place: str) -> tuple[Any, str]:
 
 
 def _put(holder: Any, key: str, value: Any) -> None:
-    """Set a value, or delete it for `_NOTHING`."""
+    """Assign a value to a class attribute, global or registry entry, or delete it if the value is `_NOTHING`."""
     if isinstance(holder, type):
         delattr(holder, key) if value is _NOTHING else setattr(holder, key, value)
         return
@@ -210,7 +210,7 @@ def _put_by_value(
 
 
 def _classes_named(place: str, scopes: Mapping[str, list[dict[str, Any]]]) -> list[type]:
-    """Classes with the name of a place in the globals of code that was pickled by value."""
+    """Find the classes of this name in the globals of code that was pickled by value."""
     module, _, path = place.partition(":")
     first, *rest = path.split(".")
     values = [scope.get(first) for scope in scopes.get(module, ())]

@@ -51,7 +51,7 @@ def original(value: Any) -> Any:
 
 def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
     """Add a value to a hash; `seen` has the ids of the values that contain this value."""
-    if type(value) in _PLAIN:  # most values are; the other checks take time
+    if type(value) in _PLAIN:  # a fast path, because most values are numbers or strings
         return hasher.update(f"{type(value).__name__}{value!r}".encode())
     value = original(value)
     if id(value) in seen:
@@ -63,7 +63,7 @@ def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
 
 
 def _described(value: Any) -> tuple[bytes, Iterable[Any]]:
-    """Bytes and further values that the digest of a value covers."""
+    """Return what the digest of a value must cover: bytes, and further values to digest."""
     if isinstance(value, types.FunctionType):
         module = str(value.__globals__.get("__name__"))  # equal code in another module uses other globals
         cells = map(contents_of, value.__closure__ or ())

@@ -57,7 +57,7 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
 
 @functools.cache
 def words_in(code: types.CodeType) -> frozenset[str]:
-    """The names and the strings in a code object, also in nested functions."""
+    """The names and string constants in a code object; strings count because `getattr` takes names as strings."""
     strings = (part for each in codes_in(code) for part in each.co_consts if isinstance(part, str))
     return names_in(code).union(strings)
 

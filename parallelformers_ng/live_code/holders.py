@@ -1,4 +1,4 @@
-"""Reads classes, globals of modules and registries: the holders of a model's code."""
+"""Reads the dictionaries in which Python looks up a model's code: of classes, module globals and registries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MISSING = object()
 
 
 def table_of(holder: Any, key: str) -> dict[str, Any]:
-    """The dictionary of a class (without its bases), of a module's globals or of a registry that has a name."""
+    """The dictionary that has the name `key`: of a class (without its bases), of module globals or of a registry."""
     if isinstance(holder, type):
         table: dict[str, Any] = gc.get_referents(vars(holder))[0]  # a mapping proxy is slower to read
         return table
@@ -40,13 +40,13 @@ def entries_of(registry: Any) -> list[tuple[Any, Any]]:
 
 @dataclass
 class NamedValues:
-    """Names of a class, of a module or of a registry, and their values when the watch began.
+    """Watches the values in the dictionary of a class, of module globals or of a registry for replacement.
 
     Attributes:
         items: the names and their present values.
         owner: the class that has the names.
         values: the watched names and their first values.
-        size: number of names, if it must stay; otherwise -1.
+        size: number of names, if an added name counts as a change; otherwise -1.
     """
 
     items: dict[str, Any]

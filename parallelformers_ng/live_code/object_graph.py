@@ -1,4 +1,4 @@
-"""Walks over the objects in a value, reads what each object contains, and compares contents with earlier contents."""
+"""Walks over all objects inside a value, and detects whether the contents of an object changed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def walk(roots: Iterable[Any], inside: Callable[[Any], Iterable[Any]]) -> Iterat
     while pending:
         value = pending.pop()
         if type(value) not in PLAIN_TYPES and id(value) not in seen:
-            seen[id(value)] = value  # an id is unique only while the object lives
+            seen[id(value)] = value  # keeps the object alive, because Python reuses the id of a deleted object
             yield value
             pending += [*inside(value)][::-1]
 
@@ -82,7 +82,7 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 
 def own_attributes(value: Any) -> dict[str, Any] | None:
-    """Attributes in an object's `__dict__`, which is the result itself for an object without slots, and in slots."""
+    """An object's attributes by name, from `__dict__` and `__slots__`; without slots, `__dict__` itself, not a copy."""
     attributes: dict[str, Any] | None = getattr(value, "__dict__", None)
     names = copyreg._slotnames(type(value))  # type: ignore[attr-defined]  # as pickle finds them
     return {**(attributes or {}), **{n: getattr(value, n) for n in names if hasattr(value, n)}} if names else attributes
@@ -121,7 +121,6 @@ def snapshot(contents: Any) -> Any:
 
 
 def values_in(contents: Any) -> Iterable[Any]:
-    """The objects in a snapshot."""
     return contents.values() if isinstance(contents, dict) else contents if isinstance(contents, (tuple, set)) else ()
 
 

@@ -20,16 +20,16 @@ from parallelformers_ng.origins import is_library
 from parallelformers_ng.wire.by_value import ByValuePickler
 from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
-# Name of a place → digest of its value.
+# Name by which code is looked up, as in `Slot.place` → digest of its value.
 Digests = dict[str, bytes]
 
 
 @dataclass(frozen=True)
 class CodeChanges:
-    """Code that a rank imports differently, and later values of places that the code reads.
+    """Changed code of the caller, and the globals that the code reads, to be applied on the ranks.
 
     Attributes:
-        data: pickle of a mapping: name of a place → new value.
+        data: pickle of a mapping: name of a slot → new value.
         of_step: whether a forward pass reaches changed code of a library.
         by_value: names of modules whose code was pickled by value, because ranks cannot import that code.
     """
@@ -44,11 +44,11 @@ class CodeChanges:
 
 
 def pack(slots: Mapping[str, Slot], imported: Digests, modules: Collection[str]) -> CodeChanges:
-    """Pickle the values of changed places.
+    """Pickle the values of changed slots.
 
     Args:
-        slots: name of a changed place → the place and its value.
-        imported: name of a place → digest of the value that a rank imports.
+        slots: changed slots by name.
+        imported: name of a slot → digest of the value that a rank imports.
         modules: names of the modules whose code is pickled by value.
     """
     values = {place: slot.value for place, slot in slots.items()}
@@ -90,7 +90,7 @@ _setting = threading.RLock()
 
 
 class _CodePickler(ByValuePickler):
-    """Pickles functions that are named after a changed place by value, and the original function as the place's name.
+    """Pickles functions that are named after a changed slot by value, and the original function as the slot's name.
 
     `functools.wraps` gives a replacement the name of the replaced function. A replacement often calls the original
     function, which a rank can find by the name of the place.
@@ -112,7 +112,7 @@ class _CodePickler(ByValuePickler):
 
 
 def _place_named(function: types.FunctionType) -> str:
-    """Name of the place that a function is named after: `module:qualified name`."""
+    """The slot's name that a function's own name gives: `module:qualified name`."""
     return f"{function.__module__}:{function.__qualname__}"
 
 

@@ -19,7 +19,7 @@ from parallelformers_ng.live_code.holders import entries_of
 from parallelformers_ng.live_code.object_graph import PLAIN, children_of
 from parallelformers_ng.origins import KNOWN, is_known, is_library, package_of
 
-# Names of the methods with which a forward pass starts.
+# Python calls these methods first in a forward pass.
 STEP = frozenset({"forward", "__call__"})
 _FOLLOWED_LIBRARY = "transformers"
 _GENERAL = {nn.Module, PreTrainedModel, GenerationMixin, object}
@@ -43,14 +43,14 @@ _OF_NO_CODE = (*PLAIN, torch.Tensor, nn.Module)
 
 @dataclass(frozen=True)
 class Slot:
-    """A place where code is looked up by name, and its value.
+    """A class attribute, global variable or registry entry that a model's code looks up by name, and its value.
 
     Attributes:
-        place: name of the place: `module:Class.attribute`, `module:global` or `module:registry[key]`.
+        place: name of the slot: `module:Class.attribute`, `module:global` or `module:registry[key]`.
         holder: class, module globals or registry that contains the value.
         key: name of the value in `holder`.
-        value: value of the place when the slot was made.
-        of_step: whether a forward pass reaches the place; if not, only `generate` and other methods reach the place.
+        value: value when the slot was recorded.
+        of_step: whether a forward pass uses the value; if not, only `generate` and other methods use it.
     """
 
     place: str
@@ -68,7 +68,7 @@ class Slot:
 def reach(
     classes: Iterable[type], functions: Iterable[Any] = (), attentions: Collection[str] | None = None
 ) -> dict[str, Slot]:
-    """List the places of the code that methods of these classes can run.
+    """List the slots of all code that methods of these classes can run.
 
     A method is listed if listed code contains the name of the method, for an object of any class. Global variables are
     followed into transformers, and into the packages of the classes and functions. torch's code is not followed, but
@@ -79,7 +79,7 @@ def reach(
         attentions: names of the attention functions whose code is followed; None for all registered functions.
 
     Returns:
-        Name of a place → slot. Places that a forward pass reaches come first.
+        Name → slot. Slots that a forward pass uses come first.
     """
     walk = _Walk([*classes], [*functions], attentions)
     walk.follow(STEP | {"__init__"}, of_step=True)  # __init__ of caches, which names the classes of cache layers
@@ -90,7 +90,7 @@ def reach(
 
 
 def scopes_of(classes: Iterable[type], functions: Iterable[Any] = ()) -> dict[str, list[dict[str, Any]]]:
-    """The globals dictionaries of code that `forward`, `__call__` and `generate` reach, by name of the module.
+    """The globals dictionaries of all functions that `forward`, `__call__` and `generate` can call, by module name.
 
     Functions that were pickled by value have their own globals, which an import of the module does not find.
     """
@@ -100,7 +100,7 @@ def scopes_of(classes: Iterable[type], functions: Iterable[Any] = ()) -> dict[st
 
 
 class _Walk:
-    """A search through code: from a name to all functions of that name, and from a function to all names in it."""
+    """A search for all code that a model can call: it follows each name in a function to all functions of that name."""
 
     def __init__(self, classes: list[type], functions: list[Any], attentions: Collection[str] | None) -> None:
         self._attentions = attentions
@@ -122,7 +122,7 @@ class _Walk:
             self._add(cls)
 
     def follow(self, names: Iterable[str], of_step: bool) -> None:
-        """Add the places that methods of these names reach."""
+        """Record all code that methods of these names can call."""
         self._of_step = of_step
         for name in names:
             self._name(name)
@@ -249,7 +249,7 @@ class _Walk:
         self._note(f"{owner.__module__}:{owner.__qualname__}.{name}", owner, name, vars(owner)[name])
 
     def _note(self, place: str, holder: Any, key: str, value: Any, is_followed: bool = True) -> None:
-        """Record a place, and follow the code of its value."""
+        """Record a slot, and later search the code of its value."""
         self.slots.setdefault(place, Slot(place, holder, key, value, self._of_step))
         if is_followed:
             self._pending.append(value)
@@ -268,7 +268,7 @@ _MAX_PARTS = 10_000
 
 
 def _contents(value: Any) -> Iterable[Any]:
-    """The values through which the user's code may reach further code of the user."""
+    """The values inside an object, in which the search looks for further code of the user; none if there are many."""
     return (
         () if isinstance(value, (list, tuple, set, frozenset, dict)) and len(value) > _MAX_ITEMS else children_of(value)
     )

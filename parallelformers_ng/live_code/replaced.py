@@ -23,13 +23,13 @@ from parallelformers_ng.origins import package_of
 from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 PLAIN_LAYERS = (nn.Linear, nn.Embedding, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# Kinds of modules that models often have, and that may read all columns.
+# Harmless outside of blocks; inside a block, such a module may compute over all columns, which no rank has.
 _OVER_COLUMNS = (nn.LayerNorm, nn.Sequential)
 _ELEMENT_WISE = (
     nn.Dropout, nn.Identity, nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Hardswish,
     nn.Hardtanh, nn.LeakyReLU, nn.ELU, nn.Softplus,
 )  # fmt: skip
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # compute nothing; peft adds some
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # harmless: containers compute nothing
 _HARMLESS = (*PLAIN_LAYERS, *_ELEMENT_WISE, *_OVER_COLUMNS, *_CONTAINERS)
 _ELEMENT_WISE_FUNCTIONS = frozenset({
     "relu", "relu6", "gelu", "silu", "mish", "tanh", "sigmoid", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu",

@@ -53,7 +53,7 @@ class State:
         return bool(self._parts)
 
     def holds(self) -> bool:
-        """Whether every object contains what it contained at first."""
+        """Whether no object has changed since the snapshot."""
         return all(has_same(read(part), before) for part, read, before in self._parts)
 
     def has_other_code(self) -> bool:
@@ -68,7 +68,7 @@ class State:
 
 
 def is_code(value: Any) -> bool:
-    """Whether a value is code to the contract: a function, a method, a property, a class or a module."""
+    """Whether a value is code: a function, a method, a property, a class or a module."""
     return callable(value) or isinstance(value, types.ModuleType) or function_behind(value) is not None
 
 

@@ -46,7 +46,7 @@ def foreign_layer(module: nn.Module) -> str:
         return reason
     if parametrize.is_parametrized(module):
         return "its weight is parametrized"
-    for hook in module._forward_pre_hooks.values():  # of pruning, weight norm or spectral norm
+    for hook in module._forward_pre_hooks.values():  # torch's pruning and weight norms compute the weight in such hooks
         if type(hook).__module__.startswith("torch.nn.utils"):
             return f"a hook ({type(hook).__name__}) computes its weight before each call"
     base: type | None = next((kind for kind in PLAIN_LAYERS if isinstance(module, kind)), None)
@@ -89,7 +89,7 @@ def _functions_of_program(values: Iterable[Any]) -> Iterator[types.FunctionType]
 
 
 def is_stock(slot: Slot) -> bool:
-    """Whether the value of a place is a library's, judged by the modules of the functions in the value."""
+    """Whether the value of a slot is a library's code, judged by the modules of its functions."""
     value = slot.value
     if isinstance(value, type):
         return is_known(value)

@@ -32,10 +32,10 @@ except ImportError:  # installed without a compiler
 
 
 class CodeWatch:
-    """Compares places of code with the values that the places had when the watch began.
+    """Detects whether code that is looked up by name was replaced since the watch began.
 
     Args:
-        slots: places and their values.
+        slots: class attributes, globals and registry entries to watch, with their values.
         states: mutable objects that the code reads.
         functions: further functions that the code runs.
     """
@@ -61,7 +61,7 @@ class CodeWatch:
             if of_program and isinstance(slot.value, types.ModuleType) and not is_library(slot.value.__name__):
                 tables.of(vars(slot.value)).hold({})
             if isinstance(slot.holder, GeneralInterface):
-                tables.of(slot.holder._local_mapping).hold({})  # a new entry hides one of the class
+                tables.of(slot.holder._local_mapping).hold({})  # a new entry of the object would hide one of the class
             if slot.key in (table := tables.of(slot.holder, slot.key)).items:
                 table.values[slot.key] = slot.value
         tables.of(torch.Tensor).hold({})
@@ -73,14 +73,14 @@ class CodeWatch:
         self._fast: tuple[Any, ...] = (*zip(*columns, strict=True), bytearray(4 * len(tables)))
 
     def holds(self) -> bool:
-        """Whether all places and states have their first values, and each watched class as many attributes."""
+        """Whether no watched code and no watched object has changed since the watch began."""
         if self._states and not all(state.holds() for state in self._states):
             return False
         if not have_parts(self._functions, self._parts):
             return False
         if are_unchanged is not None and are_unchanged(*self._fast):
             return True
-        return all(table.holds() for table in self._tables)  # another object may still be an equal one
+        return all(table.holds() for table in self._tables)  # slower: also accepts new objects that are equal
 
     def changed_functions(self) -> Iterator[types.FunctionType]:
         """Yield the functions whose code, defaults or attributes were exchanged in place for others."""

@@ -1,4 +1,4 @@
-"""Lists devices, and the links between devices of one host, with figures of their makers' data sheets."""
+"""Lists GPUs and the links between GPUs of one host, with figures from the makers' data sheets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Link:
         return _START_SECONDS + ways * (ranks - 1) * (self.hop_seconds + bytes_ / ranks / self.bandwidth)
 
 
-_START_SECONDS = 6.8e-6  # fixed part of the seconds of a sum or a gather
+_START_SECONDS = 6.8e-6  # seconds that a sum or a gather takes in addition to the time per hop and per byte
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Device:
         return self.memory * _USABLE
 
 
-_USABLE = 0.9  # fraction of a device's memory for a model; vLLM's default of `gpu_memory_utilization`
+_USABLE = 0.9  # fraction of a device's memory that a model may use; vLLM's default of `gpu_memory_utilization`
 
 # Sources of the figures:
 # NVIDIA's data sheets, at https://www.nvidia.com/en-us/data-center/ and v100/, a100/, h100/, h200/, hgx/, l4/ or l40s/;

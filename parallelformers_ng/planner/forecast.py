@@ -26,8 +26,8 @@ from parallelformers_ng.sharding.wording import human_bytes
 
 _TITLES = ("tensor × pipeline", "weights", "caches", "activations", "room", "tokens/s")
 _WIDTHS = {1, 2, 4, 8, 16}
-_ANY = 1 << 16  # number of stages that is larger than the number of layers of any model
-_OPERATOR_SECONDS = 3e-6  # fixed part of the seconds of an operator
+_ANY = 1 << 16  # no limit on the number of stages: more than any model has layers
+_OPERATOR_SECONDS = 3e-6  # seconds that a kernel takes in addition to the time for moving its bytes
 _READ_SHARE = 0.8  # fraction of the data sheet's bandwidth that large matrix products reach
 _STEP_SECONDS = 50e-6  # seconds of a decode step outside the model: the choice of a token, and the loop of `generate`
 
@@ -223,9 +223,9 @@ def forecast(
 def _laid_out(
     model: nn.Module, plan: ShardPlan, observation: Observation, most: int, room: float
 ) -> tuple[int, Memory]:
-    """Return the smallest number of stages in which the model fits, and the memory of the fullest device.
+    """Return the smallest number of stages with which the model fits, and the memory of the fullest device.
 
-    If the model does not fit, the number of stages is the largest possible number.
+    If the model does not fit with `most` stages, or with a stage for each layer, return the larger number tried.
     """
     stages, memory = 1, _memory(model, plan, observation, 1, room)
     while not memory.fits and stages < most:

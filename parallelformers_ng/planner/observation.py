@@ -38,11 +38,10 @@ _LOOK_UPS = (_aten.embedding, _aten.index_select, _aten.gather, _aten.index)
 
 @dataclass(frozen=True)
 class Work:
-    """One operator, or one exchange between ranks."""
+    """One operator of a forward pass, or one exchange between ranks."""
 
     moved: float  # bytes that an operator reads and writes, or bytes of the tensor that ranks sum or gather
-    # whether a compiler can fuse the operator with its neighbours. A compiler cannot fuse matrix products, attention
-    # and look-ups.
+    # Whether torch.compile can fuse the operator with its neighbours: all except matrix products, attention, look-ups.
     fuses: bool = False
     exchanges: bool = False  # whether the work is a sum or a gather between ranks
     gathers: bool = False  # whether the work is a gather between ranks
@@ -50,7 +49,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Observation:
-    """The work and the memory of one rank for sequences of a given length."""
+    """The operators that one rank runs in a decode step, and the memory that it needs."""
 
     peak: int  # peak of temporary memory during the prefill, in bytes, without weights and caches
     step: list[Work]  # work of the last decode step, in order
@@ -69,14 +68,14 @@ def observe(model: PreTrainedModel, plan: ShardPlan, rank: int, batch: int, leng
     shard = cut(counted, plan, rank, _Peers(rank, plan.world_size, recorder))
     known = dict(shard.named_modules())
     for path in units(model):
-        if path in known:  # a unit may also be a bare parameter
+        if path in known:  # `units` also returns paths of single parameters, which cannot have hooks
             recorder.watch(path, known[path])
     ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
     prompt: dict[str, Any] = {"input_ids": ids[:, 1:]}
     token: dict[str, Any] = {"input_ids": ids[:, :1]}
     if model.config.is_encoder_decoder:
         prompt, token = prompt | {"decoder_input_ids": ids[:, 1:]}, {"decoder_input_ids": ids[:, :1]}
-    if "logits_to_keep" in inspect.signature(shard.forward).parameters:  # as `generate` calls it
+    if "logits_to_keep" in inspect.signature(shard.forward).parameters:  # `generate` computes only the last logits
         prompt["logits_to_keep"] = 1
     try:
         with torch.inference_mode():
@@ -111,10 +110,7 @@ def _on_meta(model: nn.Module) -> nn.Module:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records operators, and numbers the storages that operators create.
-
-    The numbers identify the unit that created a storage, and the changes of memory.
-    """
+    """Mode that records the bytes that operators move, and which unit of the model allocated which memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +122,7 @@ class _Recorder(TorchDispatchMode):
         self._cache_numbers: set[int] = set()
 
     def watch(self, path: str, unit: nn.Module) -> None:
-        """Record the path of a unit as the creator of the storages that the unit creates."""
+        """Add hooks to a unit, so that memory allocated in its forward is recorded under its path."""
         unit.register_forward_pre_hook(lambda *_: self._units.append(path), prepend=True)
         unit.register_forward_hook(lambda *_: self._units.pop() and None, always_call=True)
 
@@ -154,10 +150,10 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, kind = kwargs or {}, func._overloadpacket
         if kind is _aten._local_scalar_dense and args[0].dtype is torch.bool:
-            return True  # modelling code tests whether the attention mask has no padding
+            return True  # on `meta` there is no value; modelling code asks whether the attention mask has no padding
         if kind is not _ATTENTION and kind not in flop_registry:
             with self:
-                parts = func.decompose(*args, **kwargs)  # the recorder gets the simpler operators instead
+                parts = func.decompose(*args, **kwargs)  # runs simpler operators, which this mode records instead
             if parts is not NotImplemented:
                 return parts
         inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
@@ -165,7 +161,7 @@ class _Recorder(TorchDispatchMode):
         output = func(*args, **kwargs)
         outputs = [tensor for tensor in tree_leaves(output) if isinstance(tensor, Tensor)]
         new_numbers = {self._number(tensor, is_new=True) for tensor in outputs} - input_numbers
-        if new_numbers or func._schema.is_mutable:  # a view creates no storage and writes nothing
+        if new_numbers or func._schema.is_mutable:  # otherwise the operator is a view, which moves no bytes
             fuses = kind is not _ATTENTION and kind not in flop_registry and kind not in _LOOK_UPS
             self.work.append(Work(self._moved(kind, inputs, outputs), fuses))
         return output
@@ -174,7 +170,7 @@ class _Recorder(TorchDispatchMode):
         written = sum(_bytes(tensor) for tensor in outputs)
         if kind in _LOOK_UPS:
             return 2 * written
-        if kind is _aten.cat:  # ranks append to caches in place, without a copy of the old tokens
+        if kind is _aten.cat:  # ranks write new tokens into a static KV cache, so old tokens are not copied
             return 2 * sum(_bytes(tensor) for tensor in inputs if self._number(tensor) not in self._cache_numbers)
         return written + sum(_bytes(tensor) for tensor in inputs)
 

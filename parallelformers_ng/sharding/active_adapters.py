@@ -8,22 +8,22 @@ from typing import Any
 
 from torch import nn
 
-# Attributes of peft's layers that select the active adapters; each call sends the caller's values to the ranks.
+# Attributes of peft's layers that select the active adapters. They are not mirrored: each call sends their values.
 SWITCHES = ("_active_adapter", "_disable_adapters")
 
 
 @dataclass(frozen=True)
 class ActiveAdapters:
-    """The adapters that a call runs with."""
+    """The peft adapters that are active in one call, for each layer; the caller sends them to the ranks."""
 
-    # distinct settings of layers: names of the active adapters, whether all adapters are off, and the scale of each
-    # adapter
+    # Each different setting of a layer once: (names of the active adapters, whether adapters are disabled, (adapter
+    # name, scaling) pairs).
     settings: tuple[tuple[tuple[str, ...], bool, tuple[tuple[str, float], ...]], ...]
-    which: tuple[int, ...]  # index into `settings` for each layer with adapters, in the model's order
+    which: tuple[int, ...]  # for each layer with adapters, in the model's order: index of the layer's setting
 
     @classmethod
     def of(cls, layers: Sequence[Any]) -> ActiveAdapters:
-        """Read the active adapters of `layers`, which all have adapters."""
+        """Read which adapters are active in `layers`, peft's layers of the caller's model."""
         each = [
             (tuple(layer.active_adapters), layer.disable_adapters, tuple(getattr(layer, "scaling", {}).items()))
             for layer in layers
@@ -37,7 +37,7 @@ class ActiveAdapters:
         return replace(self, settings=settings)
 
     def activate(self, layers: Sequence[Any]) -> None:
-        """Activate the call's adapters in the same layers of a rank."""
+        """Set a rank's peft layers to the caller's active adapters; `layers` has the order that `of` had."""
         for layer, index in zip(layers, self.which, strict=True):
             names, off, scaling = self.settings[index]
             layer._active_adapter, layer._disable_adapters = [*names], off

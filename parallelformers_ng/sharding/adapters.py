@@ -29,7 +29,8 @@ from parallelformers_ng.sharding.tensor_plan import WHOLE, ZERO, Cut, TensorPlan
 from parallelformers_ng.sharding.tensors import is_within
 from parallelformers_ng.sharding.units import and_above
 
-# Kind of adapter tensor → the layer's dimension that each of the tensor's dimensions equals; "" equals none.
+# Prefix of an adapter tensor's name → for each dimension of the tensor, the dimension of the layer's weight that has
+# the same size, and is cut in the same way; "" for a dimension that is never cut, such as the rank of LoRA.
 _COUNTS: dict[str, tuple[str, ...]] = {
     "lora_A": ("", "inputs"), "lora_B": ("outputs", ""), "ia3_l": ("outputs", "inputs"),
     "lora_embedding_A": ("", "inputs"), "lora_embedding_B": ("outputs", ""), "lora_magnitude_vector": ("outputs",),
@@ -39,9 +40,9 @@ _MERGE = "merge it into the weights first (merge_and_unload)"
 
 
 class NormOverRanks(ParallelLayer):
-    """DoRA module that takes norms of weights over the inputs of all ranks (arXiv:2402.09353, §4): ‖w‖² = Σᵣ ‖wᵣ‖².
+    """DoRA's magnitude vector of a layer that is cut by its inputs (arXiv:2402.09353, §4).
 
-    `get_weight_norm` returns the norm of each output, in the data type and shape of peft's method; a collective.
+    `get_weight_norm` sums squares over the ranks, a collective: the norm of a weight row is ‖w‖² = Σᵣ ‖wᵣ‖².
     """
 
     def get_weight_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -64,7 +65,10 @@ def without_adapters(model: nn.Module) -> nn.Module:
 
 
 def with_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
-    """Return a copy of a model with adapters in which other layers replace its quantized layers; tensors are shared."""
+    """Return a copy of a model with adapters in which `layers`, by path, replace the model's quantized layers.
+
+    The copy shares all tensors with the model.
+    """
     places, shared = list(_places(model)), _shared(model)
     for path, layer in layers.items():
         place = next((place for place in places if is_within(path, place.path)), None)
@@ -133,22 +137,21 @@ def with_adapters(
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """A path in a model at which a layer has adapters or trained copies."""
+    """A layer that has adapters, or trained copies (`modules_to_save`)."""
 
-    path: str  # the path
-    layers: tuple[str, ...]  # paths of the layer itself and of its copies
-    layer: Any  # the layer itself
-    # adapter layers, by path. An adapter layer contains the next adapter layer if several parameters of the layer have
-    # adapters.
+    path: str  # path of the layer in the model without adapters; with adapters, path of peft's outermost layer
+    layers: tuple[str, ...]  # paths, in the model with adapters, of the layer itself and of its trained copies
+    layer: Any  # the layer itself, which peft has wrapped
+    # Path → peft's layer around the layer. If several parameters have adapters, peft's layers contain each other.
     adapters: dict[str, Any]
 
     def moved(self, name: str) -> list[str]:
-        """Return the names of a tensor in the model with adapters: the name in the layer, then in each copy."""
+        """Return, for a tensor of the model without adapters, its name with adapters, then its name in each copy."""
         return [layer + name.removeprefix(self.path) for layer in self.layers]
 
     @property
     def parameters(self) -> list[str]:
-        """Names of the layer's parameters that adapters change. All other adapters add to the layer's output."""
+        """Names of the parameters to which peft adds adapters directly, instead of adding to the layer's output."""
         names = (getattr(adapter, "parameter_name", None) for adapter in self.adapters.values())
         return [f"{self.path}.{name}" for name in names if name]
 
@@ -169,7 +172,10 @@ class _Place:
                     yield f"{path}.lora_magnitude_vector.{name}"
 
     def _counted(self, weight: TensorPlan | None, stacked: bool) -> str:
-        """Return the dimension in which the layer's weight is cut, "inputs" or "outputs"; "" if the weight is whole."""
+        """Return whether the layer's weight is cut by "inputs" or "outputs"; "" if every rank holds the whole weight.
+
+        `stacked` says that the weight may be 3-D, with one matrix for each expert.
+        """
         if weight is not None and weight.is_replicated:
             return ""
         counts: tuple[str, ...] = ()
@@ -191,7 +197,7 @@ def _cut(
     name: str, tensor: torch.Tensor, counts: tuple[str, ...], weight: TensorPlan | None, counted: str, ranks: int
 ) -> Cut:
     if weight is not None and name.endswith(".bias") and counted == "inputs":
-        return (WHOLE, *[ZERO] * (ranks - 1)), weight.rule  # ranks sum the product, so only rank 0 adds the bias
+        return (WHOLE, *[ZERO] * (ranks - 1)), weight.rule  # the sum over the ranks must have the bias only once
     dim = counts.index(counted) if counted and counted in counts else None
     if weight is None or dim is None or tensor.shape[dim] == 1:
         return (WHOLE,) * ranks, ""
@@ -199,7 +205,10 @@ def _cut(
 
 
 def _moved_layer(layer: LayerPlan, place: _Place | None, moved: Any) -> list[LayerPlan]:
-    """Return the injector's jobs for a layer with adapters: ranks exchange the sum of layer and adapter outputs."""
+    """Return the `LayerPlan`s, in the model with adapters, for one `LayerPlan` of the model without adapters.
+
+    A layer with adapters keeps one `LayerPlan`, on peft's layer: ranks exchange the sum of layer and adapter outputs.
+    """
     if place is None or not place.adapters or layer.cls is StoredInParts:
         return [replace(layer, path=path) for path in moved(layer.path)]
     inner = place.layers[0].removeprefix(f"{place.path}.")

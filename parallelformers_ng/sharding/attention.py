@@ -1,6 +1,6 @@
-"""Defines parallel layers for attentions whose modelling code cannot run on a part of the heads.
+"""Defines parallel layers for attentions whose own forward cannot compute a subset of the heads.
 
-Names of methods and attributes are those of the modelling code.
+The methods replace methods of the same names in transformers.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from parallelformers_ng.sharding.heads import HeadParallel, NarrowedHeadParallel
 
 
 class NgramAttentionParallel(NarrowedHeadParallel):
-    """Attention with one stream for each future token (Qi et al. 2020, arXiv:2001.04063). The relative positions of
-    all heads are computed from the hidden state.
+    """ProphetNet's attention, with one stream for each predicted token (Qi et al. 2020, arXiv:2001.04063).
 
-    For future streams, the modelling code writes and reads relative positions in different orders of positions,
-    streams and heads. So a head of a future stream reads relative positions that were computed for other heads. Each
-    rank computes the relative positions of all heads and keeps only those that its heads read.
+    For the predicted streams, transformers writes the position embeddings in one order of positions, streams and
+    heads, and reads them in another order. So a head reads embeddings that were computed for other heads. Therefore
+    each rank computes the embeddings of all heads, and keeps those that its heads read.
     """
 
     num_attn_heads: int
@@ -35,8 +34,10 @@ class NgramAttentionParallel(NarrowedHeadParallel):
         return self._own(super().get_predict_relative_pos_embeddings, 2, hidden, weights, *args)  # type: ignore[misc]
 
     def _own(self, make: Callable, dim: int, hidden: torch.Tensor, weights: torch.Tensor, *args: Any) -> torch.Tensor:
-        """Call `make` for all heads and return the result for this rank's heads, along `dim`. `make` reads only the
-        shape of the weights."""
+        """Call `make` as if this rank had all heads; return the slice of its result for this rank's heads.
+
+        `dim` is the dimension of heads. `make` reads only the shape of `weights`, so an expanded tensor suffices.
+        """
         own, self.num_attn_heads = self.num_attn_heads, sum(self.head_sizes)
         sizes = [self.num_attn_heads if d == dim else size for d, size in enumerate(weights.shape)]
         whole = make(hidden, weights.narrow(dim, 0, 1).expand(sizes), *args)
@@ -48,17 +49,19 @@ _GENERATOR = threading.Lock()
 
 
 class ReformerAttentionParallel(HeadParallel):
-    """Attention within buckets of equal hash (Kitaev et al. 2020, arXiv:2001.04451). Head n hashes its vectors by
-    random rotations Rₙ: bucket(x) = argmax [x Rₙ | −x Rₙ]. Each rank draws the rotations of all heads."""
+    """Reformer's attention: tokens attend within a bucket of equal hash (Kitaev et al. 2020, arXiv:2001.04451).
+
+    Head n hashes by random rotations Rₙ. Each rank draws the rotations of all heads, so that they equal one process's.
+    """
 
     def _hash_vectors(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # With a `hash_seed`, the modelling code seeds and then draws. Ranks that are threads share the generator.
+        # The lock keeps seeding (`hash_seed`) and drawing together, because ranks may be threads with one generator.
         with _GENERATOR, _WholeDraws(self):
             return super()._hash_vectors(*args, **kwargs)  # type: ignore[misc]
 
 
 class _WholeDraws(TorchFunctionMode):
-    """Mode in which `torch.randn` draws numbers for all heads (dimension 0), then keeps only this rank's heads."""
+    """Mode in which `torch.randn` draws random numbers for all heads (dimension 0) and returns this rank's heads."""
 
     def __init__(self, attention: HeadParallel) -> None:
         super().__init__()
@@ -74,11 +77,10 @@ class _WholeDraws(TorchFunctionMode):
 
 
 class XLNetAttentionParallel(HeadParallel):
-    """Relative attention (Yang et al. 2019, arXiv:1906.08237) whose output projection is a bare parameter O:
+    """XLNet's attention (Yang et al. 2019, arXiv:1906.08237), whose output projection is a bare parameter `o`.
 
-    z = norm(h + Σᵣ Σ_{heads n of r} aₙ Oₙᵀ)
-
-    `post_attention` takes h `[length, batch, width]` and a `[length, batch, own heads, head width]`. It returns z
+    Each rank projects the outputs of its heads, and `post_attention` sums the projections over the ranks. It takes
+    `h` `[length, batch, width]` and `attn_vec` `[length, batch, own heads, head width]`. It returns
     `[length, batch, width]`, equal on all ranks.
     """
 
@@ -89,17 +91,17 @@ class XLNetAttentionParallel(HeadParallel):
 
 
 class WavLMAttentionParallel(HeadParallel):
-    """Attention with a gated relative position bias (Chen et al. 2021, arXiv:2110.13900, §III.B). For each head n:
+    """WavLM's attention with a gated relative position bias (Chen et al. 2021, arXiv:2110.13900, §III.B). For head n:
 
-        gate = σ(a) ⊙ (σ(b) cₙ − 1) + 2,   (a, b) = sums of four columns each of xₙ U
+        gate = σ(a) ⊙ (σ(b) cₙ − 1) + 2,   a, b = sums over columns 0–3 and 4–7 of xₙ U
         zₙ   = softmax(qₙ kₙᵀ / √d + gate ⊙ Bₙ) vₙ
 
-    xₙ are the columns of the whole hidden state that belong to head n. The modelling code cannot run on a part of the
-    heads: torch's `multi_head_attention_forward` takes only square projections.
+    xₙ are the columns of the whole hidden state that belong to head n. `forward` replaces transformers' forward, whose
+    `multi_head_attention_forward` takes only square projections.
 
     `forward` takes hidden states `[batch, length, width]`, a mask `[batch, length]` with 1 for real positions, and the
-    position bias B. It returns the output, the attention weights of all heads, and the position bias of this rank's
-    heads `[heads, length, length]`. All layers use the position bias that the first layer returns.
+    position bias B of this rank's heads `[heads, length, length]`; the first layer gets None and computes B. It
+    returns the output, the attention weights of all heads, and B for the next layer.
     """
 
     renews = True
@@ -114,7 +116,7 @@ class WavLMAttentionParallel(HeadParallel):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         length = hidden_states.shape[1]
         if position_bias is None:
-            position_bias = self.compute_bias(length, length)  # [own heads, length, length], for all layers
+            position_bias = self.compute_bias(length, length)
         own_columns = self.own_heads(self._by_heads(hidden_states), 1)
         sums = self.gru_rel_pos_linear(own_columns).unflatten(-1, (2, 4)).sum(-1)
         gate_a, gate_b = torch.sigmoid(sums).chunk(2, dim=-1)

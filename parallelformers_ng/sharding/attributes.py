@@ -1,4 +1,4 @@
-"""Sets attributes of a rank's modules, and of the configurations that the modules read."""
+"""Sets attributes of a rank's modules, and of the configurations (`config`) that the modules read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COPY_OF = "_parallelformers_ng_copy_of"
 
 
 class Removed(enum.Enum):
-    """The value of an attribute that the caller deleted."""
+    """Marker that stands for the value of an attribute that the caller deleted."""
 
     REMOVED = enum.auto()
 
@@ -29,20 +29,20 @@ REMOVED = Removed.REMOVED
 
 @dataclass
 class NewBuffer:
-    """The value of an attribute that the model's code has registered as a buffer in a call."""
+    """A buffer that the model's code registered during a call, to be registered in another process as well."""
 
     tensor: torch.Tensor
     persistent: bool
 
 
 class _NoAttributeError(ParallelError, AttributeError):
-    """An attribute of a value on the workers was read."""
+    """Raised instead of returning an attribute of an `OnWorkers`; an AttributeError, so that `hasattr` works."""
 
 
 class OnWorkers:
-    """Stands for a value that the model's code has set on the workers, and that the caller cannot have.
+    """Placeholder in the caller for a value that the model's code set on the workers and that cannot be sent.
 
-    Every use raises ParallelError.
+    Every use of the placeholder raises ParallelError with the text `why`.
     """
 
     def __init__(self, why: str) -> None:
@@ -83,8 +83,10 @@ def put_attribute(owner: Any, name: str, value: Any) -> None:
 
 
 def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute by its dotted path `name` from a module. A configuration on the path is copied first, so that
-    other modules keep the original."""
+    """Set an attribute by its dotted path from a module, such as "config.num_heads".
+
+    A `config` on the path is copied first, so that other modules keep the original.
+    """
     owner: Any = module
     *path, last = name.split(".")
     for part in path:
@@ -97,10 +99,9 @@ def set_attribute(module: nn.Module, name: str, value: Any) -> None:
 
 
 def set_config(model: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute of a configuration by its dotted path `name` from the model, also in copies by `set_attribute`.
-    With REMOVED as value, delete the attribute.
+    """Set an attribute of a configuration, by its dotted path from the model; REMOVED as value deletes the attribute.
 
-    A copy whose value differed from the configuration's value keeps its value.
+    The copies of the configuration that `set_attribute` made get the value too, if they had the original's value.
     """
     owner, _, last = name.rpartition(".")
     target = attrgetter(owner)(model)
@@ -114,21 +115,21 @@ def set_config(model: nn.Module, name: str, value: Any) -> None:
 
 
 def are_equal(one: Any, other: Any) -> bool:
-    """Whether two values are equal, also if they contain tensors or arrays, whose comparison is no truth value."""
+    """Return `one == other`; compare pickles if that raises, as it does for tensors and arrays with several items."""
     try:
         return bool(one == other)
     except (RuntimeError, ValueError):
         return pickle.dumps(one) == pickle.dumps(other)
 
 
-CONFIGURATIONS = ("config", "generation_config")  # attributes of modules that are configurations
+CONFIGURATIONS = ("config", "generation_config")  # names of the attributes in which transformers keeps configurations
 
 
 def owners_of_configurations(model: nn.Module) -> list[tuple[str, str]]:
-    """Return (module path, attribute name) of every configuration of a model, the model's own configurations first.
+    """Return (module path, attribute name) of every configuration of a model, the top module's configurations first.
 
-    Submodules may have further configurations: T5's encoder has a copy, and a nested language model may have its own
-    generation configuration.
+    Submodules are searched too: T5's encoder has a copy of the configuration, and a nested language model may have its
+    own generation configuration.
     """
     seen: set[int] = set()
     owners = []
@@ -142,7 +143,10 @@ def owners_of_configurations(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def parts_of(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield a configuration and its nested configurations, each with the prefix of its attributes' dotted names."""
+    """Yield (prefix, configuration) for a configuration and its sub-configurations.
+
+    `prefix` begins the dotted names of the attributes; for `text_config` of `prefix` it is `{prefix}text_config.`.
+    """
     if config is not None:
         yield prefix, config
         for name, value in vars(config).items():
@@ -151,8 +155,8 @@ def parts_of(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def configurations(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (prefix of dotted names, configuration) of a rank's model; copies by `set_attribute` have the prefix of the
-    original."""
+    """Yield (prefix of dotted names, configuration) of a rank's model; copies of `set_attribute` have the original's
+    prefix."""
     prefixes: dict[int, str] = {}
     for path, name in owners_of_configurations(model):
         config = getattr(model.get_submodule(path), name)

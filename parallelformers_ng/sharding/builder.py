@@ -26,9 +26,9 @@ from parallelformers_ng.sharding.tensors import dotted, is_within
 from parallelformers_ng.sharding.units import CutUnit, attention_of, units_of
 from parallelformers_ng.sharding.vocabulary import cut_rows, find_vocabulary
 
-# Limit for a tensor that counts as evenly spread: the largest bytes of a rank by the smallest, each first divided by
-# the rank's part.
-_ABOUT_THE_SAME = 1.05
+# A tensor counts as evenly spread if the rank with the most bytes has at most 1.05 times those of the rank with the
+# fewest. Each rank's bytes are first divided by its fraction of the model.
+_MAX_IMBALANCE = 1.05
 
 
 def build_plan(
@@ -43,8 +43,8 @@ def build_plan(
 ) -> ShardPlan:
     """Apply the policies of a selection to a model on any device, also `meta`.
 
-    `exhaustive` also cuts small tensors that policies leave whole, as a proof does. `parts` has the fraction of the
-    model for each rank. `ahead` is the most bytes of weights that a rank prefetches in a step while it waits.
+    `exhaustive` also cuts small tensors that policies leave whole, so that a proof tests every cut. `parts` has each
+    rank's fraction of the model. `ahead` is the number of bytes of weights that a rank can prefetch while it waits.
     """
     group = border(model, quantize)
     foreign = {} if selection.proven else foreign_modules(model)
@@ -78,20 +78,22 @@ def build_plan(
 
 
 def _spread_tensors(plan: ShardPlan, parts: Sequence[float]) -> tuple[list[TensorPlan], list[TensorPlan]]:
-    """Return the sharded tensors: those that are spread evenly by `parts`, mostly tensors not counted in heads, and all
-    others."""
+    """Split the sharded tensors into evenly spread tensors, which follow `parts`, and all others.
+
+    A tensor that is cut by whole heads is often not evenly spread.
+    """
     spread: tuple[list[TensorPlan], list[TensorPlan]] = [], []
     for tensor in plan.stored():
         if not tensor.is_replicated:
             loads = [tensor.bytes_on(rank) / part for rank, part in enumerate(parts or [1.0] * plan.world_size)]
-            spread[max(loads) > _ABOUT_THE_SAME * min(loads)].append(tensor)
+            spread[max(loads) > _MAX_IMBALANCE * min(loads)].append(tensor)
     return spread
 
 
 def misfit(model: nn.Module, policy: type[Policy], world_size: int, customs: Sequence[type[Policy]] = ()) -> str:
-    """Return why a policy does not fit a model on `world_size` ranks; "" if it fits. Foreign code does not matter.
+    """Return why a policy does not fit a model on `world_size` ranks; "" if it fits.
 
-    Blocks of `customs`, the policies of the caller, do not matter either.
+    The check ignores foreign code, and blocks to which `customs`, the caller's policies, apply.
     """
     try:
         _Builder(Draft(model, world_size), customs).apply(policy)
@@ -106,19 +108,18 @@ class _Builder:
     def __init__(self, draft: Draft, customs: Sequence[type[Policy]] = (), lenient: bool = False) -> None:
         self.customs = customs
         self.lenient = lenient
-        # path of a module whose layers stay whole although a policy names them → reason
+        # module path → why the layers in the module stay whole although a policy has rules for them
         self.uncut: dict[str, str] = {}
-        # path of a module in which ranks compute parts of a result → paths of other units
+        # path of a module in which ranks compute parts of a result → paths of modules in it that other units cut
         self.units: dict[str, tuple[str, ...]] = {}
-        self.whole_attentions: dict[type[Policy], str] = {}  # policy whose attentions stay whole in all blocks → reason
+        self.whole_attentions: dict[type[Policy], str] = {}  # policy → why all attentions of the policy stay whole
         self.draft = draft
-        self.blocks: list[str] = []  # paths of the modules that the policies apply to
+        self.blocks: list[str] = []  # paths of the modules to which policies were applied
 
     def find_whole_attentions(self, policies: Sequence[type[Policy]]) -> None:
-        """Find the policies whose attentions stay whole.
+        """Record in `whole_attentions` the policies whose attentions may not be cut, because one runs foreign code.
 
-        If one attention of a policy runs foreign code, all attentions of that policy stay whole. Attentions of other
-        policies that contain a whole attention, or are inside a whole attention, stay whole too.
+        Attentions of another policy that contain such an attention, or are inside one, stay whole too.
         """
         roots: dict[type[Policy], list[str]] = {}
         for policy in policies:
@@ -166,7 +167,7 @@ class _Builder:
                 continue
             for unit in units_of(policy, heads):
                 unmatched -= self._apply_unit(policy, unit, path, heads)
-        if policy not in self.customs:  # a rule may be for a block that has a policy of the caller
+        if policy not in self.customs:  # a rule may match only in blocks to which the caller's policies apply
             for path, block in self.draft.modules.items():
                 if is_block(block, policy) and self._is_of_custom(block):
                     unmatched -= self._matching(policy, path, unmatched)
@@ -177,7 +178,8 @@ class _Builder:
     def _apply_unit(
         self, policy: type[Policy], unit: CutUnit, block: str, heads: dict[str, list[HeadShare]]
     ) -> set[str]:
-        """Apply the rules of a unit to a block, or leave the unit whole if one of its modules runs foreign code."""
+        """Apply a unit's rules to one block, or leave the unit whole if its code is foreign; return the rules' paths
+        that match a layer."""
         targets = {path: self._targets(dotted(block, path)) for path in unit.paths}
         if policy not in self.customs:
             reason = self.whole_attentions.get(policy, "") if unit.is_attention else ""
@@ -216,7 +218,7 @@ class _Builder:
         }
 
     def _targets(self, path: str) -> list[str]:
-        """Return the module paths that a rule's path names; a `*` matches any one name."""
+        """Return the paths of the modules that match a rule's path; a `*` matches one name between dots."""
         if "*" not in path:
             return [path]
         pattern = re.compile(re.escape(path).replace(r"\*", "[^.]+"))

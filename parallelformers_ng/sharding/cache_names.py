@@ -1,10 +1,10 @@
-"""Names of a cache among the arguments and the outputs of a model."""
+"""Names under which a model takes and returns its KV cache."""
 
 from __future__ import annotations
 
 from transformers.generation import utils
 
-# Name in the installed release of transformers: "past_key_values", and "cache" from 5.24 on.
+# The installed transformers calls the KV cache "past_key_values", or from 5.24 on "cache".
 CACHE: str = utils.ALL_CACHE_NAMES[0]
-# Names in all supported releases of transformers, all of which callers may use.
+# Callers may pass a KV cache under any of the names that a supported release of transformers uses.
 CACHES = ("cache", "past_key_values", "cache_params")

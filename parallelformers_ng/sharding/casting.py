@@ -1,4 +1,4 @@
-"""Computes a model's data types after `dtype=`, which equal those of `from_pretrained(dtype=…)`.
+"""Computes the data type of each tensor after `parallelize(dtype=…)`, equal to that of `from_pretrained(dtype=…)`.
 
 `from_pretrained` does not cast every tensor. It builds the class with another default data type. A tensor keeps its
 data type if the modelling code names that type (rotary frequencies, a router's bias). `dtype=` casts all other tensors,
@@ -41,11 +41,11 @@ def target_dtype(fp16: bool, dtype: torch.dtype | str | None) -> torch.dtype | N
 
 
 class CastRule:
-    """Rule that gives the data type of each tensor after a cast to `dtype`; None keeps all data types.
+    """Decides the data type of each tensor after a cast to `dtype`; with None every tensor keeps its data type.
 
-    A tensor that the model's class does not create itself is cast if checkpoints hold it. An example is a tensor of a
-    module that the user added. With a `dtype`, the constructor builds a copy of a transformers model's class on `meta`,
-    and logs a warning if that fails.
+    The constructor builds the model's class on `meta` to see the data types that the class gives its tensors. It logs
+    a warning if that fails. Tensors that the class does not create, such as those of a module that the user added, are
+    cast if checkpoints hold them.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
@@ -55,7 +55,7 @@ class CastRule:
         built = {} if self._copy is None else all_tensors(self._copy)
         self._types = {name: tensor.dtype for name, tensor in built.items()}
         planned = self._copy._get_dtype_plan(dtype) if self._copy is not None and dtype is not None else {}
-        # Like transformers: a pattern may match anywhere in a name, and the first matching pattern decides.
+        # As in transformers, a pattern may match anywhere in a tensor's name, and the first matching pattern decides.
         self._patterns = {re.compile(pattern.replace("*", ".*")): kind for pattern, kind in planned.items()}
 
     def dtype_of(self, name: str, tensor: torch.Tensor, persistent: bool = True) -> torch.dtype:
@@ -69,9 +69,9 @@ class CastRule:
         return self._types.get(name, self.dtype) if cast else tensor.dtype
 
     def settings(self) -> dict[str, Any]:
-        """Return attributes whose data type the cast changes: dotted name → data type after the cast.
+        """Return the attributes of modules and configurations that name a data type which the cast changes.
 
-        The attributes are those of modules, of the configuration and of its sub-configurations.
+        The result maps their dotted names to the data type after the cast, for example "config.dtype".
         """
         if self._copy is None:
             return {}
@@ -80,9 +80,10 @@ class CastRule:
 
 
 def holds_plain_weights(model: PreTrainedModel) -> bool:
-    """Return whether a model's weights are unquantized: plain tensors with the names and shapes that its class builds.
+    """Return whether a model that transformers marks as quantized has ordinary weights after all.
 
-    transformers marks a model from a GGUF file as quantized even if it dequantized the weights.
+    transformers also marks models from GGUF files whose weights it dequantized. Ordinary weights are plain tensors with
+    the names and shapes that the model's class builds.
     """
     tensors = all_tensors(model)
     if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in tensors.values()):
@@ -97,7 +98,7 @@ def holds_plain_weights(model: PreTrainedModel) -> bool:
 
 
 def _copy_in(model: nn.Module, dtype: torch.dtype) -> PreTrainedModel | None:
-    """Build the model's class on `meta` like `from_pretrained(dtype=dtype)`; return None if that fails."""
+    """Build an empty model of the same class on `meta`, as `from_pretrained(dtype=dtype)` does; None if that fails."""
     if not isinstance(model, PreTrainedModel):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Drafts a plan: records cuts and parallel layers, and divides widths and attributes among the ranks."""
+"""Defines the draft of a plan: rules record in it how each tensor is cut and which parallel layer a module becomes."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from parallelformers_ng.sharding.tensor_plan import WHOLE, ZERO, Cut, Shard
 
 @dataclass
 class Draft:
-    """Cuts and parallel layers of one model, recorded rule by rule."""
+    """An unfinished plan of one model, to which each rule adds its cuts and parallel layers."""
 
     model: nn.Module  # the model, on any device
     world_size: int  # number of ranks
-    parts: Sequence[float] = ()  # fraction of the model for each rank, sum 1; empty for equal fractions
-    shares: Sequence[float] = ()  # fraction for each rank of widths that are not counted in heads, as in `spread`
-    row_shares: Sequence[float] = ()  # fraction for each rank of the rows of a vocabulary, as in `spread`
-    group: int = 1  # width of the column groups that are not cut, as in `spread_columns`
-    # dotted path of a module that runs foreign code → description of the code; empty if foreign code does not matter
+    parts: Sequence[float] = ()  # each rank's fraction of the model, sum 1; empty for equal fractions
+    shares: Sequence[float] = ()  # each rank's fraction of widths that are not counted in heads, as in `spread`
+    row_shares: Sequence[float] = ()  # each rank's fraction of the rows of a vocabulary, as in `spread`
+    group: int = 1  # number of adjacent columns that must stay on one rank, because they share a quantization scale
+    # dotted path of a module that runs foreign code → description of the code; empty if foreign code may be cut
     foreign: Mapping[str, str] = field(default_factory=dict)
-    # tensor name → one shard per rank, and the rule that made the shards
+    # tensor name → a shard for each rank, and the rule that cut the tensor
     cuts: dict[str, Cut] = field(default_factory=dict)
-    # module path, parallel layer and names of attributes → job of the injector
+    # (module path, class of the parallel layer, names of attributes) → change that `inject` makes to the module
     layers: dict[tuple[Any, ...], LayerPlan] = field(default_factory=dict)
 
-    rule: str = ""  # policy and rule being applied
-    # module that counts the heads for the current rule; None if no module does
+    rule: str = ""  # name of the policy and the rule that are being applied, for error messages
+    # module whose attributes count the heads for the current rule; None if the rule's layer is not counted in heads
     counter: nn.Module | None = None
-    heads: Sequence[HeadShare] = ()  # heads of each rank for the current rule; empty outside attention
+    heads: Sequence[HeadShare] = ()  # each rank's heads for the current rule; empty if `counter` is None
 
     def __post_init__(self) -> None:
         self.modules = dict(self.model.named_modules())  # dotted path → module
 
-    # -- notes ---------------------------------------------------------------------------------------------------
+    # -- records of cuts and parallel layers ---------------------------------------------------------------------
 
     def cut(self, name: str, dim: int, ranges: Sequence[tuple[Range, ...]], zero: Sequence[bool] = ()) -> None:
-        """Cut a tensor along `dim`."""
+        """Record each rank's ranges of a tensor along `dim`; a rank with `zero` holds zeros instead of the values."""
         zeros = zero or [False] * self.world_size
         self._note(name, tuple(Shard(dim, own, off) for own, off in zip(ranges, zeros, strict=True)))
 
     def cut_on_first_rank(self, name: str) -> None:
-        """Give the whole tensor to rank 0, and zeros to all other ranks, for a tensor that a sum over ranks adds."""
+        """Give the whole tensor to rank 0 and zeros to all other ranks, so that a sum over the ranks adds it once."""
         self._note(name, (WHOLE, *[ZERO] * (self.world_size - 1)))
 
     def _note(self, name: str, shards: tuple[Shard, ...]) -> None:
@@ -60,15 +60,15 @@ class Draft:
     def layer(
         self, path: str, cls: type[ParallelLayer] | None, attributes: Sequence[Mapping[str, Any]] = (), **shared: Any
     ) -> None:
-        """Record the parallel layer that a module becomes, and the attributes to set.
+        """Record the parallel layer that a module becomes, and the module's attributes to set on the ranks.
 
-        `attributes` differ between ranks; `shared` are equal on all ranks. A record with the same path, class and names
-        of attributes is replaced.
+        `attributes` has a dictionary for each rank; `shared` is equal on all ranks. An earlier record with the same
+        path, class and names of attributes is replaced.
         """
         local = tuple({**mine, **shared} for mine in attributes or [{}] * self.world_size)
         self.layers[path, cls, *local[0]] = LayerPlan(path, cls, local)
 
-    # -- shares --------------------------------------------------------------------------------------------------
+    # -- ranges and counts ---------------------------------------------------------------------------------------
 
     def ranges(
         self,
@@ -77,9 +77,9 @@ class Draft:
         fused: int | tuple[Unit | Part, ...] = 1,
         interleaved: tuple[Unit | Part, ...] = (),
     ) -> list[tuple[Range, ...]]:
-        """Return the ranges of each rank in a dimension of `size`.
+        """Divide a dimension of `size` among the ranks; return the ranges of each rank.
 
-        The dimension is packed from adjacent parts, or from parts `interleaved` within each key/value head's group.
+        `fused` and `interleaved` say how the dimension is packed, as in `Column`.
         """
         parts = interleaved or (fused if isinstance(fused, tuple) else (unit,) * fused)
         default: Unit = "query" if self.heads or interleaved else "column"
@@ -100,11 +100,11 @@ class Draft:
         return None if owner is None else owner._parameters.get(short, owner._buffers.get(short))
 
     def counted(self, name: str) -> int:
-        """Return the attribute `name` of the module that counts the heads; of the model if no module does."""
+        """Return a positive integer attribute of the module that counts the heads, or of the model if there is none."""
         return self.attribute(self.counter or self.model, name)
 
     def attribute(self, module: nn.Module, name: str) -> int:
-        """Return a count of a module by its dotted name, such as "config.num_attention_heads"."""
+        """Return a positive integer attribute by its dotted name from a module: "config.num_attention_heads"."""
         value: Any = module
         for part in name.split("."):
             if not hasattr(value, part):

@@ -1,4 +1,4 @@
-"""Quantizes weights to quantized numbers and scales, dequantizes them, and computes each rank's parts.
+"""Quantizes and dequantizes weights, and plans how the quantized numbers and the scales of a weight are cut.
 
     w ≈ q · s          q: quantized numbers, s: one scale for each block of numbers along one dimension
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from parallelformers_ng.sharding.tensor_plan import Shard, TensorPlan
 
-SCALE = "_scale"  # Suffix of the name of a weight's scales. The quantized numbers have the name of the weight.
-_AT_ONCE = 1 << 20  # bytes of quantized numbers that are dequantized at a time on CPU
+SCALE = "_scale"  # appended to a weight's name to name its scales; the quantized numbers keep the weight's name
+_DECODE_BYTES = 1 << 20  # bytes of quantized numbers that a CPU dequantizes at a time, to limit temporary memory
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -25,9 +25,9 @@ class _Kind:
     """A format of quantized numbers."""
 
     dtype: torch.dtype  # data type of the stored tensor
-    largest: float  # largest absolute weight of a block, in units of the block's scale
-    per_byte: int = 1  # quantized numbers in one stored element; the first number has the lowest bits
-    # smallest scale if scales are fp32; None if scales have the data type of the weight
+    largest: float  # the scale of a block is its largest absolute weight divided by this number
+    per_byte: int = 1  # quantized numbers packed in one stored element; the first number has the lowest bits
+    # smallest allowed scale, if scales are float32; None if scales have the data type of the weight
     own_scales: float | None = None
 
 
@@ -40,11 +40,12 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Encoding:
-    """The quantization of one weight, in a format of torchao; see `QuantizeOptions`."""
+    """How one weight is quantized, in a format of torchao."""
 
-    kind: str  # format of the quantized numbers: "int8"; "int4", two numbers in a byte; "fp8", 4 bits of exponent
-    dim: int  # dimension of the inputs, along which numbers share a scale; negative, -1 is the last dimension
-    # number of inputs that share one scale. The plan cuts between blocks; a single block's scale is replicated.
+    kind: str  # format of the quantized numbers: "int8"; "int4", two numbers in a byte; "fp8", float8_e4m3fn
+    dim: int  # the weight's dimension of inputs, along which numbers share a scale; negative: -1 is the last dimension
+    # Number of consecutive inputs that share one scale. Ranks are cut between such blocks. A scale for all inputs is
+    # replicated.
     block: int
 
     @property
@@ -61,7 +62,7 @@ class Encoding:
         return self.per_byte == 1 and self.dim == -1 and scales.shape[-1] == 1
 
     def shape(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the weight from the shape of its quantized numbers."""
+        """Return the shape of a weight whose quantized numbers have the shape `numbers`."""
         shape = list(numbers)
         shape[self.dim] *= self.per_byte
         return tuple(shape)
@@ -84,21 +85,18 @@ class Encoding:
         dtype = tensor.dtype if kind.own_scales is None else torch.float32
         name, storage = tensor.name + SCALE, tensor.storage + SCALE
         scales = replace(_divided(tensor, dim, self.block), name=name, storage=storage, dtype=dtype)
-        if scales.shape[dim] == 1:  # one scale for a whole row: each rank holds it, even with a part of the row
+        if scales.shape[dim] == 1:  # a single scale for a row cannot be cut, so every rank gets it
             shards = (replace(s, dim=None, ranges=(), zero=False) if s.dim == dim else s for s in scales.shards)
             scales = replace(scales, shards=tuple(shards))
         return numbers, scales
 
     def encode(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the quantized numbers and the scales of a weight in high precision, with whole blocks along `dim`.
-
-        Numbers and scales have the shapes and data types that `parts` plans.
-        """
+        """Return a weight's quantized numbers and scales, in the shapes and data types that `parts` plans."""
         scales = self.scales(weight)
         return self.numbers(weight, scales), scales
 
     def scales(self, weight: Tensor) -> Tensor:
-        """Return the scale of each block: the shape of the weight, with one element for each block along `dim`.
+        """Return the scales of a weight's blocks: the weight's shape, but along `dim` one element for each block.
 
         Scales are float32 for "int8" and "fp8", and have the weight's data type for "int4".
         """
@@ -109,10 +107,10 @@ class Encoding:
         return scales.float().clamp(min=kind.own_scales)
 
     def numbers(self, weight: Tensor, scales: Tensor) -> Tensor:
-        """Return the numbers nearest to `weight / scales`, in the range of the kind; ties round to even.
+        """Round `weight / scales` to the quantized numbers: int8, uint8 for "int4", or float8_e4m3fn for "fp8".
 
-        The data type is int8, uint8 for "int4", or float8_e4m3fn for "fp8". "int4" has two neighbours along `dim` in a
-        byte, the first in the lower bits. Integers are rounded from the product with the rounded `1 / scales`.
+        Ties round to even. "int4" packs two neighbours along `dim` in a byte, the first in the lower bits. As in
+        torchao, integers are rounded from `weight * (1 / scales)`.
         """
         kind, scales = _KINDS[self.kind], scales.unsqueeze(self.dim)
         blocks = weight.unflatten(self.dim, (-1, self.block))
@@ -128,12 +126,9 @@ class Encoding:
         return (first & 15 | second << 4).view(kind.dtype)
 
     def decode(self, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the dequantized numbers in `dtype`: the weight, or the part of the weight that the numbers belong to.
-
-        On CPU, about 1 MiB of numbers are dequantized at a time, to limit temporary memory.
-        """
+        """Dequantize a weight, or a slice of a weight, from its quantized numbers and scales to `dtype`."""
         along = 1 if self.dim % numbers.ndim == 0 else 0
-        lines = max(1, _AT_ONCE * numbers.shape[along] // max(1, numbers.numel()))
+        lines = max(1, _DECODE_BYTES * numbers.shape[along] // max(1, numbers.numel()))
         if lines >= numbers.shape[along] or not numbers.is_cpu or torch.compiler.is_compiling():
             return self._decoded(numbers, scales, dtype)
         out = torch.empty(self.shape(tuple(numbers.shape)), dtype=dtype, device=numbers.device)
@@ -147,11 +142,11 @@ class Encoding:
             pairs = numbers.view(torch.int8)
             numbers = torch.stack((pairs << 4 >> 4, pairs >> 4), self.dim).flatten(self.dim - 1, self.dim)
         elif numbers.dtype.is_floating_point:
-            numbers = numbers.to(dtype)  # exact: `dtype` can represent every fp8 number
+            numbers = numbers.to(dtype)  # loses nothing: even bfloat16 can represent every fp8 number
         out = numbers.new_empty(numbers.shape, dtype=dtype)
         blocks = scales.shape[self.dim]
         in_blocks = blocks, numbers.shape[self.dim] // max(1, blocks)
-        # A device rounds each product before writing, so its memory never holds a type wider than the weight's.
+        # With `out`, CUDA writes products in `dtype`, and needs no memory for products in the wider type of the scales.
         numbers, target = (each.unflatten(self.dim, in_blocks) for each in (numbers, out))
         torch.mul(numbers, scales.unsqueeze(self.dim), out=target)
         return out

@@ -1,4 +1,4 @@
-"""Cuts mixtures of experts that are stacked in 3-D parameters: each expert is cut by width."""
+"""Cuts mixtures of experts that are stacked in 3-D parameters: each rank holds a slice of the width of every expert."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def has_experts_interface(module: nn.Module) -> bool:
 
 
 def takes_experts_one_by_one(module: nn.Module) -> bool:
-    """Return whether a module stacks experts and can compute one expert after another, each with its own matrices.
+    """Return whether a module has stacked experts, and transformers' experts interface, which can loop over them.
 
-    transformers' experts interface sets `is_transposed`, the layout of the matrices, on such a module.
+    The interface sets `is_transposed`, the layout of the matrices, on its modules.
     """
     return hasattr(module, "is_transposed") and any(p is not None and p.ndim == 3 for p in module._parameters.values())
 
 
 class OnFirstRank(ParallelLayer):
-    """A layer without weights whose output is summed with outputs of cut layers: only rank 0 returns non-zeros."""
+    """A layer without weights that returns zeros on all ranks but rank 0, so that a sum over the ranks adds it once."""
 
     takes_part = False
 
@@ -43,7 +43,7 @@ class OnFirstRank(ParallelLayer):
 
 
 class ReducedInput(ParallelLayer):
-    """A layer f, such as a norm, that sums its partial input over the ranks first: z = f(Σᵣ yᵣ Bᵣ)."""
+    """A layer, such as a norm, that needs the whole product: it first sums the ranks' partial products."""
 
     gives_part = False
 
@@ -53,11 +53,11 @@ class ReducedInput(ParallelLayer):
 
 @dataclass(frozen=True)
 class Experts(Rule):
-    """Cut every expert of a mixture by width: gate and up by columns, down by rows; the outputs are summed.
+    """Cut every expert by width: gate and up projection by columns, down projection by rows; the outputs are summed.
 
     For modules that stack experts as 3-D parameters `gate_up_proj` (or `up_proj`) and `down_proj`. Attributes of
     transformers' experts interface give the layout: transposed or not, gate and up side by side or interleaved, biases.
-    If the module has a `post_expert_norm`, the ranks sum each expert's output before that norm instead.
+    If the module has a `post_expert_norm`, the ranks sum the output of each expert before that norm.
 
     Args:
         reduce: whether to sum the partial outputs in this module. False if a later `Reduce` rule sums several layers
@@ -74,14 +74,14 @@ class Experts(Rule):
         if up_name not in names or "down_proj" not in names or names[up_name].ndim != 3:
             raise PolicyError(f"holds {sorted(names)}, not 3-D gate_up_proj (or up_proj) and down_proj")
         up, down = names[up_name], names["down_proj"]
-        # Without `is_transposed`, the shapes show the layout: gate and up together are twice as wide as down.
-        lies = up.shape[1] == down.shape[2] and up.shape[2] == 2 * down.shape[1]
-        transposed = getattr(module, "is_transposed", fused and lies)
+        # A module without `is_transposed` has the layout that its shapes show: gate|up is twice as wide as down.
+        looks_transposed = up.shape[1] == down.shape[2] and up.shape[2] == 2 * down.shape[1]
+        transposed = getattr(module, "is_transposed", fused and looks_transposed)
         out_dim, in_dim = (2, 1) if transposed else (1, 2)
         width = down.shape[in_dim]
         if up.shape[out_dim] != width * (2 if fused else 1):
             raise PolicyError(f"{up_name} {list(up.shape)} does not fit down_proj {list(down.shape)}")
-        # A rank without columns holds a few columns of zeros: grouped matrix products refuse empty operands.
+        # Grouped matrix products refuse empty operands, so a rank without columns holds a few columns of zeros.
         granule = math.lcm(draft.group, 8) if has_groups(width, draft.world_size, draft.group) else 8
         bounds = spread_aligned(width, draft.world_size, granule, draft.shares)
         idle = [start == stop for start, stop in bounds]
@@ -104,7 +104,7 @@ class Experts(Rule):
         normed = isinstance(getattr(module, "post_expert_norm", None), nn.Module)
         widths = [dict.fromkeys(scaled, stop - start) for start, stop in bounds]
         draft.layer(path, Reduced if self.reduce and not normed else None, widths)
-        if normed:  # each expert's output is summed before its norm; all ranks compute experts in the same order
+        if normed:  # the norm needs an expert's whole output, so the ranks sum that output before the norm
             draft.layer(f"{path}.post_expert_norm", ReducedInput)
         if isinstance(getattr(module, "identity_expert", None), nn.Identity):
             # Identity experts return their input, which the sum over the ranks must count only once.

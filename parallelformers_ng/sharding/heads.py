@@ -19,15 +19,15 @@ from parallelformers_ng.sharding.layers import ParallelLayer, parallel_class
 from parallelformers_ng.sharding.own_heads import OwnHeads, heads_of
 from parallelformers_ng.sharding.policy import Rule
 
-Place = int | str  # place of a tensor in the outputs of a module: an index in a tuple or a key in a dictionary
+OutputKey = int | str  # selects one output of a module: an index of a tuple, or a key of a dictionary
 
 
 class HeadParallel(ParallelLayer):
-    """Attention over this rank's heads. Ranks exchange data only if code reads the attention weights of all heads."""
+    """Attention over this rank's heads. Ranks gather attention weights of all heads only if code reads the weights."""
 
-    head_sizes: Sequence[int]  # number of query heads of each rank, 0 for a rank without heads
-    # outputs with a dimension of heads: the path of places to each output, and that dimension
-    weights_at: Sequence[tuple[tuple[Place, ...], int]]
+    head_sizes: Sequence[int]  # number of query heads of each rank; 0 if there are fewer heads than ranks
+    # For each output that has a dimension of heads: the keys that lead to the output, and that dimension.
+    weights_at: Sequence[tuple[tuple[OutputKey, ...], int]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         mask = kwargs.get("attention_mask")
@@ -35,25 +35,24 @@ class HeadParallel(ParallelLayer):
             kwargs["attention_mask"] = self.own_heads(mask, 1)
         args = tuple(map(own_part, args))
         output = super().forward(*args, **{name: own_part(value) for name, value in kwargs.items()})
-        for place, dim in self.weights_at:
-            output = replaced(output, place, partial(self.shown, dim=dim))
+        for keys, dim in self.weights_at:
+            output = replaced(output, keys, partial(self.shown, dim=dim))
         return output
 
     def own_heads(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return a view of this rank's heads along the dimension of all heads."""
+        """Return this rank's heads of a tensor that has all heads in dimension `dim`, as a view."""
         return heads_of(whole, dim, self.head_sizes, self.communicator.rank)
 
     def shown(self, weights: torch.Tensor, dim: int, change: Callable[[torch.Tensor], Any] | None = None) -> Any:
-        """Return attention weights in the shape of all heads; ranks gather all heads only if code reads the result.
+        """Return the attention weights of all heads, as an `OwnHeads`, which ranks gather when code first reads it.
 
-        The result is an `OwnHeads`. In compiled code it is the gathered tensor, with the errors of
-        `Communicator.all_gather`.
+        In compiled code, return the gathered tensor itself. `change` is applied to the gathered weights.
         """
         if weights.ndim < 4 or weights.shape[dim] != max(1, self.head_sizes[self.communicator.rank]):
             return weights
 
         def gather() -> torch.Tensor:
-            own = weights.narrow(dim, 0, self.head_sizes[self.communicator.rank])  # without a copied head
+            own = weights.narrow(dim, 0, self.head_sizes[self.communicator.rank])  # drops an idle rank's copy of head 0
             whole = self.communicator.all_gather(own, dim, self.head_sizes)
             return whole if change is None else change(whole)
 
@@ -63,13 +62,13 @@ class HeadParallel(ParallelLayer):
 
 
 class BiasedHeadParallel(HeadParallel):
-    """Attention over this rank's heads with a bias that the model makes for all heads: b ↦ b[heads of this rank].
+    """Attention that gets a bias for all heads, such as ALiBi, from the model, and uses the slice of this rank's heads.
 
-    `forward` raises PolicyError if a call lacks the keyword argument of such a bias. The bias itself may be None.
+    `forward` raises PolicyError if a call lacks a keyword argument of `bias_names`. Its value may be None.
     """
 
-    # keyword arguments of the forward that hold such a bias, `[batch, heads or 1, …, keys]` of four or more dimensions,
-    # or `[batch · heads, …, keys]` of three
+    # Keyword arguments of the forward that hold a bias of all heads: `[batch, heads or 1, …, keys]` if it has four or
+    # more dimensions, `[batch · heads, …, keys]` if it has three.
     bias_names: Sequence[str]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,10 +86,9 @@ class BiasedHeadParallel(HeadParallel):
 
 
 class NarrowedHeadParallel(BiasedHeadParallel):
-    """Attention that merges its heads to the width of its input: `merged.view(batch, length, hidden.size(-1))`.
+    """Attention that reshapes its merged heads to the width of its input, which is too wide on a rank.
 
-    On a rank the merged heads are narrower than the input. A view of the merged heads to the input's width is changed
-    to a view to the merged width.
+    `forward` makes such a view narrower: `merged.view(batch, length, hidden.size(-1))`.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +99,7 @@ class NarrowedHeadParallel(BiasedHeadParallel):
 
 
 class _NarrowedViews(TorchFunctionMode):
-    """Mode that changes a view to `whole` columns into a view to `own` columns if the tensor's size fits only `own`."""
+    """Mode in which `view(…, whole)` and `reshape(…, whole)` give `own` columns, if the tensor has only so many."""
 
     def __init__(self, whole: int, own: int) -> None:
         super().__init__()
@@ -121,9 +119,9 @@ class _NarrowedViews(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Heads(Rule):
-    """Mark a module as attention: layers beneath it are cut by whole heads.
+    """Mark a module as attention, so that rules for layers beneath it cut by whole heads.
 
-    Attribute names are relative to the module; `config.x` is read from the module's configuration. A count in the
+    Arguments name attributes of the module; `config.x` is an attribute of the module's configuration. A count in the
     configuration stays unchanged on the ranks unless `scaled` or `scaled_key` names it.
 
     Args:
@@ -133,13 +131,13 @@ class Heads(Rule):
         groups: attribute that holds the number of query heads per key/value head; "" if there is no such attribute.
         scaled: further attributes, proportional to the query heads, that the forward reads (`embed_dim`, …).
         scaled_key: further attributes, proportional to the key/value heads, that the forward reads.
-        weights: place of the attention weights in the module's outputs: an index, a key, or a tuple of these for
+        weights: index or key of the attention weights in the module's outputs, or a tuple of indices and keys for
             nested outputs; None if the module does not return weights.
         weights_dim: dimension of heads in the attention weights.
-        more_weights: further outputs with a dimension of heads, as `(place, dimension)`.
-        biases: keyword arguments of the forward with values for all heads of the model, made outside the module
-            (ALiBi). Each rank takes the values of its heads: dimension 1 of a tensor of four or more dimensions,
-            dimension 0 (batch × heads) of three.
+        more_weights: further outputs with a dimension of heads, each as `(index or key, dimension)`.
+        biases: keyword arguments of the forward in which the model passes values for all heads (ALiBi). Each rank
+            takes the values of its heads: dimension 1 of a tensor of four or more dimensions, dimension 0
+            (batch × heads) of three.
         fresh: attributes that keep a state of all heads from call to call; each rank begins with None.
         input_width: whether the forward takes the width of its merged heads from its input, not from an attribute.
         layer: parallel layer for an attention whose own forward cannot compute a part of the heads.
@@ -150,9 +148,9 @@ class Heads(Rule):
     groups: str = ""
     scaled: tuple[str, ...] = ()
     scaled_key: tuple[str, ...] = ()
-    weights: Place | tuple[Place, ...] | None = 1
+    weights: OutputKey | tuple[OutputKey, ...] | None = 1
     weights_dim: int = 1
-    more_weights: tuple[tuple[Place | tuple[Place, ...], int], ...] = ()
+    more_weights: tuple[tuple[OutputKey | tuple[OutputKey, ...], int], ...] = ()
     biases: tuple[str, ...] = ()
     fresh: tuple[str, ...] = ()
     input_width: bool = False
@@ -171,7 +169,7 @@ class Heads(Rule):
             NarrowedHeadParallel if self.input_width else BiasedHeadParallel if self.biases else HeadParallel
         )
         weights = ((self.weights, self.weights_dim), *self.more_weights)
-        places = [(at if isinstance(at, tuple) else (at,), dim) for at, dim in weights if at is not None]
+        outputs = [(keys if isinstance(keys, tuple) else (keys,), dim) for keys, dim in weights if keys is not None]
         local: list[dict[str, Any]] = []
         for share in draft.heads:
             counts = dict.fromkeys(_set_on_ranks(self.key, self.scaled_key), (len(share.key), key))
@@ -184,16 +182,15 @@ class Heads(Rule):
         shared: dict[str, Any] = dict.fromkeys(self.fresh)
         if issubclass(cls, BiasedHeadParallel):
             shared["bias_names"] = self.biases
-        draft.layer(path, cls, local, head_sizes=sizes, weights_at=tuple(places), **shared)
+        draft.layer(path, cls, local, head_sizes=sizes, weights_at=tuple(outputs), **shared)
 
 
 @dataclass(frozen=True)
 class Renewed(Rule):
-    """Mark a module that may replace its attention while it runs (`set_attention_type`). The new attention gets the
-    same heads of this rank.
+    """Mark a module that may replace its attention at run time, as BigBird does (`set_attention_type`).
 
     Args:
-        attention: name of the child that is replaced. The plan has a `Heads` rule for this child before this rule.
+        attention: name of the child that is replaced. The plan must have a `Heads` rule for it before this rule.
     """
 
     attention: str
@@ -204,9 +201,9 @@ class Renewed(Rule):
 
 
 class RenewedAttention(ParallelLayer):
-    """A module that changes between full and sparse attention by making a new attention around the same layers."""
+    """A module that changes between full and sparse attention by making a new attention module for the same layers."""
 
-    # attributes to copy to the new attention: numbers of heads, and the attributes of `HeadParallel`
+    # Names of attributes that the new attention gets from the old one: numbers of heads, and those of `HeadParallel`.
     carried: Sequence[str]
 
     def set_attention_type(self, *args: Any, **kwargs: Any) -> None:
@@ -221,21 +218,21 @@ class RenewedAttention(ParallelLayer):
 
 
 def own_part(value: Any) -> Any:
-    """Return this rank's attention weights from an `OwnHeads`; return any other value unchanged."""
+    """Return the attention weights of this rank's heads if `value` is an `OwnHeads`; otherwise return `value`."""
     return value.own if type(value) is OwnHeads else value
 
 
-def replaced(output: Any, place: Sequence[Place], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a copy of the outputs with `change` applied to the tensor at `place`.
+def replaced(output: Any, keys: Sequence[OutputKey], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a copy of nested outputs with `change` applied to the tensor at `output[keys[0]][keys[1]]…`.
 
-    If `place` has no tensor, the result is `output` itself.
+    If there is no tensor, the result is `output` itself.
     """
-    step: Any
-    step, *rest = place
-    known = step in output if isinstance(output, dict) else isinstance(output, (list, tuple)) and step < len(output)
+    key: Any
+    key, *rest = keys
+    known = key in output if isinstance(output, dict) else isinstance(output, (list, tuple)) and key < len(output)
     if not known:
         return output
-    before = part = output[step]
+    before = part = output[key]
     if rest:
         part = replaced(part, rest, change)
     elif isinstance(part, torch.Tensor):
@@ -243,12 +240,14 @@ def replaced(output: Any, place: Sequence[Place], change: Callable[[torch.Tensor
     if part is before:
         return output
     if isinstance(output, dict):
-        return {**output, step: part}
-    items = [*output[:step], part, *output[step + 1 :]]
+        return {**output, key: part}
+    items = [*output[:key], part, *output[key + 1 :]]
     return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
 
 
 def _set_on_ranks(counted_by: str, scaled: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the attributes to set per rank. A count in the configuration is set only if the policy lists it as
-    scaled."""
+    """Return the names of attributes whose values differ between ranks.
+
+    The count itself is one of them, unless it is in the configuration and the policy does not list it as scaled.
+    """
     return scaled if not counted_by or counted_by.startswith("config.") else (counted_by, *scaled)

@@ -1,4 +1,4 @@
-"""Turns modules into the parallel layers of a plan. Runs on a rank, on a skeleton whose tensors are on `meta`."""
+"""Turns the modules of a model into the parallel layers of a plan, on a rank, before the weights are loaded."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 
 
 def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communicator) -> None:
-    """Reduce `model` to the modules of rank `rank`: set parallel layers and local attributes, but no weights.
+    """Turn the modules of `model` into rank `rank`'s parallel layers, and set their attributes. Weights do not change.
 
-    A column-parallel layer needs no class of its own: it is the same layer with fewer outputs.
+    A column-parallel layer keeps its class: it is the same layer with fewer outputs.
     """
     settle(model, plan)
     for layer in plan.layers:
@@ -33,20 +33,20 @@ def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communica
 
 
 def settle(model: nn.Module, plan: ShardPlan) -> None:
-    """Set the attributes of a model that the plan's cast changes, such as data types in the configuration."""
+    """Set the data types that modules and configurations name as attributes to those of the plan's cast."""
     for name, value in plan.settings.items():
         owner, _, last = name.rpartition(".")
         setattr(attrgetter(owner)(model) if owner else model, last, value)
 
 
 def cut(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communicator) -> nn.Module:
-    """Return a copy of `model`, reduced to the modules and weights of rank `rank`. `model` itself is not changed.
+    """Return a copy of `model` with the parallel layers and the weight shards of rank `rank`.
 
-    For proofs and tests in one process. Workers build their modules from a skeleton instead. The weights have the data
-    types of the plan, and stay on their devices. Arguments and errors are those of `inject`.
+    For proofs and tests in one process; workers build their modules from a skeleton instead. The weights have the data
+    types of the plan, and stay on their devices.
     """
     names = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    share = copy.deepcopy(model, dict(names))  # the copy shares the tensors and needs no memory for them
+    share = copy.deepcopy(model, dict(names))  # the memo makes the copy share all tensors, so they need no memory twice
     quantize_modules(share, plan)
     inject(share, plan, rank, communicator)
     tensors: dict[str, torch.Tensor] = {}

@@ -1,7 +1,7 @@
 """Decides, from the source of modelling code, whether the code only calls a layer.
 
-A layer that is only called can be cut by columns, with gathered outputs, anywhere in a model. A layer whose weight or
-widths the code reads cannot be cut in this way.
+A layer that is only called can be cut by columns, with gathered outputs. A layer whose weight or widths the code reads
+directly cannot be cut in this way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NEVER_CALLED = {
     "__init__", "_init_weights", "reset_parameters", "extra_repr", "create_weight", "resize_position_embeddings",
     "get_position_embeddings",
 }  # fmt: skip
-# Return expressions of an embedding's forward that give rows of its weight, at most scaled.
+# Expressions that an embedding's forward may return if it only looks up rows of its weight, and scales them.
 _ROWS = re.compile(
     r"super\(\)\.forward\([^()]*\)( \* self\.embed_scale(\.to\(self\.weight\.dtype\))?)?"
     r"|self\.weight\[([^\[\],]|\[\d\])*\]"
@@ -37,11 +37,10 @@ _ROWS = re.compile(
 
 
 def is_only_called(model: nn.Module, path: str) -> bool:
-    """Return whether modelling code only calls the module at `path`, without reading the module's weight or widths.
+    """Return whether modelling code only calls the layer at `path`, without reading the layer's weight or widths.
 
-    The function reads the source of the class of the nearest module above `path` that is no list of modules. That class
-    must not read a weight or a width of any module. The result is False for a module of an unknown class, and if
-    Python does not find a source that the decision needs, for example of a class that `exec` has defined.
+    The check is cautious: the class of the parent module must not read the weight or a width of any module (lists of
+    modules do not count as parents). The result is False for layers of unknown classes, and if source code is missing.
     """
     module = model.get_submodule(path)
     cls: type = type(module)
@@ -52,10 +51,9 @@ def is_only_called(model: nn.Module, path: str) -> bool:
 
 
 def reads_parameters(model: nn.Module, path: str) -> bool:
-    """Return whether the module that contains the module at `path` reads parameters of the contained module.
+    """Return whether the parent of the module at `path` reads the module's parameters directly.
 
-    The function reads the source of the containing class. A read of an attribute with the name of such a parameter
-    counts, whatever object has the attribute. The result is True if Python does not find a source that it needs.
+    The check is cautious: any read of an attribute with such a name counts, and so does missing source code.
     """
     owner: type = type(_owner(model, path))
     return _reads(owner, frozenset(model.get_submodule(path)._parameters))
@@ -70,7 +68,7 @@ def _owner(model: nn.Module, path: str) -> nn.Module:
 
 @cache
 def _gives_rows(cls: type[nn.Module]) -> bool:
-    """Return whether an embedding class only looks up rows of its weight, at positions that its forward computes."""
+    """Return whether the forward of an embedding class only looks up rows of its weight; it may compute the indices."""
     own = {name: method for name, method in vars(cls).items() if inspect.isfunction(method)}
     if cls.__base__ is not nn.Embedding or set(own) - _NEVER_CALLED != {"forward"}:
         return False

@@ -1,7 +1,7 @@
 """Defines the base class of parallel layers. A parallel layer is an ordinary layer plus an exchange between ranks.
 
-`inject.py` puts the class of the parallel layer before the module's own class. The module's hooks, attributes and own
-forward stay unchanged.
+`inject.py` gives a module a new class that inherits from the parallel layer, then from the module's own class. The
+module keeps its hooks and attributes.
 """
 
 from __future__ import annotations
@@ -24,29 +24,28 @@ class ParallelLayer(nn.Module):
     `Communicator.all_reduce` does.
     """
 
-    # whether the layer's inputs differ between ranks: columns, heads or partial sums of one rank
+    # Whether each rank calls the layer with different inputs: its columns, its heads or its partial sums.
     takes_part: ClassVar[bool] = True
-    # whether the layer's outputs differ between ranks: columns, heads or partial sums of one rank
+    # Whether the layer returns different outputs on each rank: its columns, its heads or its partial sums.
     gives_part: ClassVar[bool] = True
-    # whether the parallel layer's forward replaces the ordinary layer's forward without calling it
+    # Whether the parallel layer's forward replaces the ordinary layer's forward instead of calling it.
     renews: ClassVar[bool] = False
-    communicator: Communicator  # communicator of this rank's layers: all ranks, or the ranks of its stage
+    communicator: Communicator  # connects the ranks that share the layer: all ranks, or the ranks of one stage
 
     def connect(self, everyone: Communicator, width: int) -> None:
-        """Set the layer's communicator; the injector calls this method."""
+        """Set the layer's communicator to the stage of `width` ranks that this rank belongs to."""
         self.communicator = everyone.within(width)
 
     if TYPE_CHECKING:
-        # A parallel layer also inherits from an ordinary layer and has its attributes: `weight`, `norms`, ….
+        # For mypy: `parallel_class` adds an ordinary layer as second base, with attributes such as `weight`.
         def __getattr__(self, name: str) -> Any: ...
 
 
 @cache
 def parallel_class(kind: type[ParallelLayer], layer: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that inherits first from `kind`, then from `layer`: `RowParallel` + `Linear` →
-    `RowParallelLinear`.
+    """Return a class that inherits first from `kind`, then from `layer`, such as `RowParallelLinear`.
 
-    The class of a model keeps the model's name and module, because transformers looks up recorded outputs by both.
+    For a whole model, the new class keeps the model's name, because transformers looks up recorded outputs by it.
     """
     name = layer.__name__ if issubclass(layer, PreTrainedModel) else f"{kind.__name__}{layer.__name__}"
     return type(name, (kind, layer), {"__module__": layer.__module__})
@@ -54,7 +53,7 @@ def parallel_class(kind: type[ParallelLayer], layer: type[nn.Module]) -> type[nn
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """A job of the injector: the changes to one module on each rank."""
+    """The changes that `inject` makes to one module on each rank: a new class and new values of attributes."""
 
     path: str  # dotted path of the module
     # parallel layer that the module becomes; None if only attributes change, as in a column-parallel layer
@@ -64,15 +63,15 @@ class LayerPlan:
 
     @property
     def takes_part(self) -> bool:
-        """Whether `cls` takes inputs that differ between ranks; False if `cls` is None."""
+        """Whether each rank calls the layer with different inputs; False for a column-parallel layer (`cls` None)."""
         return self.cls is not None and self.cls.takes_part
 
     @property
     def gives_part(self) -> bool:
-        """Whether the layer's outputs differ between ranks; True if `cls` is None."""
+        """Whether the layer returns different outputs on each rank; True for a column-parallel layer (`cls` None)."""
         return self.cls is None or self.cls.gives_part
 
     @property
     def kind(self) -> str:
-        """Kind of cut as text for people, such as "column" or "row parallel"."""
+        """How the layer is cut, as text for people, such as "column" or "row parallel"."""
         return "column" if self.cls is None else re.sub(r"(?<=[a-z])(?=[A-Z])", " ", self.cls.__name__).lower()

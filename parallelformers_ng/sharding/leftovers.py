@@ -1,7 +1,7 @@
-"""Cuts the large parameters that no policy names, in two ways that are correct in any model.
+"""Cuts leftovers: large parameters that no policy names. Both ways to cut a leftover are correct in any model.
 
-A layer that the modelling code only calls, with the same inputs on all ranks, is cut by columns, and its outputs are
-gathered. Any other parameter is sharded, and gathered at every read.
+If the modelling code only calls a layer, with the same inputs on all ranks, the layer is cut by columns, and its
+outputs are gathered. Any other leftover is sharded and gathered at every read.
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ from parallelformers_ng.sharding.stored import store
 from parallelformers_ng.sharding.structure import Place, dim_of_outputs, places, uses
 from parallelformers_ng.sharding.tensors import dotted, is_within
 
-# Fraction of a rank's share: cutting stops once replicated parameters add no more than this fraction to the share.
-_ENOUGH = 0.02
-# Fraction of all bytes: a kind of parameter with less stays whole, because its collectives would cost too much.
-_WORTH = 0.0015
-# Fraction of a rank's share: recurrent layers are sharded only if replicated parameters add more than this fraction.
-# A recurrent layer of a decoder is gathered for every token.
-_MUCH = 0.15
+# Replicated parameters make a rank's memory larger than an equal share of the model. Cutting stops once they add at
+# most 2 % to that share.
+_MAX_EXCESS = 0.02
+# A kind of parameter with less than 0.15 % of the model's bytes stays whole: its collectives would cost too much time.
+_MIN_KIND = 0.0015
+# Recurrent layers (LSTM) stay whole if replicated parameters add at most 15 % to a rank's share, because a decoder
+# would gather a recurrent layer for every token.
+_MAX_EXCESS_BY_RNN = 0.15
 
 
-# A parameter that no rule has cut: path of its module, its name in the module, and the parameter.
+# A parameter that no rule has cut: path of its module, its name in the module, and the parameter itself.
 _Leftover = tuple[str, str, nn.Parameter]
 
 
 def cut_leftovers(draft: Draft, exhaustive: bool) -> None:
-    """Cut parameters of two or more dimensions that no policy cut, kind by kind, first the kind with the most bytes.
+    """Cut parameters of two or more dimensions that no policy cut, except tied parameters.
 
-    Tied parameters stay whole.
+    Parameters that differ only in the number of their layer are of one kind. The kind with the most bytes is cut
+    first. `exhaustive` also cuts small kinds.
     """
     where, used = places(draft.model), uses(draft.model)
     parameters: list[_Leftover] = [
@@ -54,14 +56,14 @@ def cut_leftovers(draft: Draft, exhaustive: bool) -> None:
         if parameter.ndim >= 2 and used[id(parameter)] == 1:
             kind = (where[path].block, re.sub(r"\d+", "*", where[path].path), re.sub(r"\d+", "*", name))
             kinds.setdefault(kind, []).append((path, name, parameter))
-    # blocks and models in which ranks compute different parts of a result
+    # paths of the blocks and models in which each rank computes a different part of a result
     uneven = {_instance(layer.path, where) for layer in draft.layers.values() if layer.gives_part}
     smallest = min(draft.parts, default=1 / draft.world_size)
     for leftovers in sorted(kinds.values(), key=_bytes_of, reverse=True):
         excess = whole * (1 / smallest - 1) / total
-        if not exhaustive and (excess <= _ENOUGH or _bytes_of(leftovers) < _WORTH * total):
+        if not exhaustive and (excess <= _MAX_EXCESS or _bytes_of(leftovers) < _MIN_KIND * total):
             break
-        if not exhaustive and isinstance(draft.modules[leftovers[0][0]], nn.RNNBase) and excess <= _MUCH:
+        if not exhaustive and isinstance(draft.modules[leftovers[0][0]], nn.RNNBase) and excess <= _MAX_EXCESS_BY_RNN:
             continue
         for path, name, parameter in leftovers:
             gets_whole = not uneven & set(_instances_above(path, draft, where))
@@ -73,7 +75,10 @@ def _bytes_of(parameters: list[_Leftover]) -> int:
 
 
 def _cut(draft: Draft, path: str, name: str, parameter: nn.Parameter, gets_whole: bool) -> bool:
-    """Cut one parameter; return False if each of its dimensions is smaller than the number of ranks."""
+    """Cut one parameter; return False if it stays whole, because it is too small or code may write to it.
+
+    `gets_whole` says whether the parameter's module gets the same inputs on all ranks.
+    """
     module = draft.modules[path]
     draft.rule, draft.counter, draft.heads = "leftover", None, ()
     looks_up = isinstance(module, nn.Embedding) and not renormalizes(module)
@@ -88,13 +93,13 @@ def _cut(draft: Draft, path: str, name: str, parameter: nn.Parameter, gets_whole
     dim = next((dim for dim, size in enumerate(parameter.shape) if size >= draft.world_size), None)
     above = (other for other in draft.modules if is_within(path, other))
     if dim is None or renormalizes(module) or any(may_write(draft.modules[other], name) for other in above):
-        return False  # a rank could write only to its own rows
+        return False  # code that writes to the parameter would change only this rank's rows
     store(draft, path, name, dim)
     return True
 
 
 def _instances_above(path: str, draft: Draft, where: dict[str, Place]) -> Iterator[str]:
-    """Yield the paths of the blocks around a module, innermost first; the path of its model if no block is around."""
+    """Yield the paths of the repeated blocks that contain a module, innermost first, up to its `PreTrainedModel`."""
     while True:
         path = _instance(path, where)
         yield path

@@ -38,11 +38,11 @@ class Column(Rule):
             *per head* (Bloom) are one part, because each head is contiguous.
         interleaved: projections packed within the group of each key/value head. `("query", "key", "key")` means: for
             each group its query heads, its key head, its value head (Falcon; multi-query attention has one group).
-        heads: path of the `Heads` rule that counts this layer; by default the nearest rule above the layer.
-        gather: whether to gather the outputs of all ranks, for a layer whose reader needs all outputs.
-        gather_inputs: whether to gather the inputs first, for a layer that needs all outputs of another cut layer.
-        widths: attributes of the parent module that equal the number of outputs (`conv_dim`) and are read by
-            its forward.
+        heads: path of the `Heads` rule whose heads this layer computes; by default the nearest such rule above it.
+        gather: whether to gather the outputs of all ranks, for code that needs all outputs of the layer.
+        gather_inputs: whether to gather the layer's inputs first, if they are the outputs of another cut layer.
+        widths: attributes of the parent module that equal the number of outputs, such as `conv_dim`, and that the
+            parent's forward reads.
     """
 
     unit: Unit = ""
@@ -79,12 +79,12 @@ class Column(Rule):
         elif sum(widths) != size:
             raise PolicyError("outputs that ranks hold twice cannot be gathered")
         else:
-            channels = 1 - module.weight.ndim if isinstance(module, CONVOLUTIONS) else -1  # their dimension
-            draft.layer(path, GatheredColumnParallel, attributes, gathered_sizes=widths, gathered_dim=channels)
+            channel_dim = 1 - module.weight.ndim if isinstance(module, CONVOLUTIONS) else -1
+            draft.layer(path, GatheredColumnParallel, attributes, gathered_sizes=widths, gathered_dim=channel_dim)
         if self.widths:
             owner = path.rpartition(".")[0]
             for name in self.widths:
-                draft.attribute(draft.modules[owner], name)  # an error if there is no such count
+                draft.attribute(draft.modules[owner], name)  # raises PolicyError if the parent has no such attribute
             draft.layer(owner, None, [dict.fromkeys(self.widths, width) for width in widths])
 
 
@@ -96,7 +96,7 @@ class Row(Rule):
     Args:
         unit: unit of the inputs, as in `Column`.
         fused: parts packed side by side along the input, as in `Column`.
-        heads: path of the `Heads` rule that counts this layer; by default the nearest rule above the layer.
+        heads: path of the `Heads` rule whose heads this layer reads; by default the nearest such rule above it.
         reduce: whether to sum the partial outputs in this layer. False if a later `Reduce` rule sums several layers at
             once.
     """
@@ -120,14 +120,14 @@ class Row(Rule):
 
 @dataclass(frozen=True)
 class Slice(Rule):
-    """Cut a bare parameter or buffer along one dimension; ranks exchange nothing.
+    """Cut a parameter or buffer that belongs to no layer of its own, along one dimension; ranks exchange nothing.
 
     Args:
         dim: the dimension to cut; a negative number counts from the last dimension.
         unit: unit of that dimension, as in `Column`.
-        fused: parts packed along that dimension, as in `Column`; or the name of the attribute with the number of
-            parts, on the module with the `Heads` rule.
-        heads: path of the `Heads` rule that counts the dimension; by default the nearest rule above the tensor.
+        fused: parts packed along that dimension, as in `Column`; or the name of an attribute that holds the number of
+            parts, in the module with the `Heads` rule.
+        heads: path of the `Heads` rule whose heads the dimension has; by default the nearest such rule above it.
         partial: whether the tensor's products are summed over the ranks. If True, a rank without heads holds zeros.
     """
 
@@ -153,7 +153,7 @@ class Slice(Rule):
 
 @dataclass(frozen=True)
 class Reduce(Rule):
-    """Sum a module's output over the ranks, for a module whose cut layers or parameters give partial sums."""
+    """Sum a module's output over the ranks, if the cut layers in the module return partial sums."""
 
     def apply(self, draft: Draft, path: str) -> None:
         draft.layer(path, Reduced)
@@ -161,10 +161,10 @@ class Reduce(Rule):
 
 @dataclass(frozen=True)
 class Gather(Rule):
-    """Gather a module's outputs, for a module that multiplies by the weight of a cut layer without calling the layer.
+    """Gather a module's outputs, if the module multiplies by the weight of a cut layer without calling that layer.
 
     Args:
-        layer: path, beneath the module, of the cut layer whose outputs the module computes.
+        layer: path of that layer beneath the module.
     """
 
     layer: str
@@ -178,7 +178,7 @@ class Gather(Rule):
 
 
 class Reduced(ParallelLayer):
-    """A module with cut parameters whose output, or first item of a tuple of outputs, is summed over the ranks."""
+    """A module whose output is summed over the ranks; if the module returns a tuple, the first item is summed."""
 
     takes_part = False
     gives_part = False
@@ -189,10 +189,7 @@ class Reduced(ParallelLayer):
 
 
 class RowParallel(Reduced):
-    """A layer that multiplies this rank's inputs and sums the products over the ranks: z = Σᵣ yᵣ Bᵣ + b.
-
-    Rank 0 holds b and all other ranks hold zeros, so that the sum has b once.
-    """
+    """A layer cut by its inputs: z = Σᵣ yᵣ Bᵣ + b. Only rank 0 holds the bias b, so that the sum has b once."""
 
     takes_part = True
 
@@ -202,8 +199,8 @@ class GatheredColumnParallel(ParallelLayer):
 
     takes_part = False
     gives_part = False
-    gathered_sizes: Sequence[int]  # number of outputs of each rank
-    gathered_dim: int = -1  # dimension of the outputs; for a convolution, the dimension of its channels
+    gathered_sizes: Sequence[int]  # number of outputs that each rank computes
+    gathered_dim: int = -1  # dimension along which outputs are gathered; for a convolution, that of its channels
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         part = super().forward(*args, **kwargs)
@@ -211,9 +208,9 @@ class GatheredColumnParallel(ParallelLayer):
 
 
 class GatheredInput(ParallelLayer):
-    """A layer that gathers its sharded inputs and computes this rank's outputs: z = [x₀ | x₁ | …] Aᵣ."""
+    """A layer that gathers the inputs of all ranks, then computes this rank's outputs: zᵣ = [x₀ | x₁ | …] Aᵣ."""
 
-    # number of inputs that each rank contributes; 0 for a rank that holds only a copied head
+    # number of inputs that each rank contributes; 0 for an idle rank, whose copy of head 0 must not be counted
     input_sizes: Sequence[int]
 
     def forward(self, part: torch.Tensor) -> torch.Tensor:
@@ -222,13 +219,13 @@ class GatheredInput(ParallelLayer):
 
 
 class GroupedColumnParallel(ParallelLayer):
-    """A grouped 1-D convolution. Each rank computes a part of the output channels, from the inputs of their groups.
+    """A grouped 1-D convolution of which each rank computes some output channels.
 
     `forward` takes all input channels, `[batch, channels, length]`, and returns the output channels of this rank.
     """
 
     takes_part = False
-    runs: Sequence[tuple[int, int, int, bool]]  # this rank's output channels by groups, as of `group_runs`
+    runs: Sequence[tuple[int, int, int, bool]]  # this rank's output channels, split by groups as `group_runs` does
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         counts = [stop - start for start, stop, *_ in self.runs]
@@ -242,7 +239,7 @@ class GroupedColumnParallel(ParallelLayer):
 
 
 def _cut_groups(draft: Draft, path: str) -> None:
-    """Cut the outputs of a grouped linear layer with the weight `[groups, in, out]`, all groups at the same places."""
+    """Cut the outputs of a grouped linear layer, whose weight is `[groups, in, out]`; every group is cut alike."""
     module: Any = draft.modules[path]
     ranges = draft.ranges(module.group_out_dim)
     draft.cut(f"{path}.weight", 2, ranges)
@@ -257,19 +254,19 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_depthwise(module: Any) -> bool:
-    """Return whether a convolution has as many input channels as output channels, and each channel is one group."""
+    """Return whether a module is a 1-D convolution that filters every channel alone."""
     return isinstance(module, nn.Conv1d) and module.groups == module.in_channels == module.out_channels
 
 
 def _stacks_linears(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer for several experts, with the weight `[experts, out, in]`."""
+    """Return whether a module stacks the linear layers of several experts in one weight `[experts, out, in]`."""
     weight = module._parameters.get("weight")
     return weight is not None and weight.ndim == 3 and hasattr(module, "input_size") and hasattr(module, "output_size")
 
 
-# The dimension of a layer's weight that holds the outputs or the inputs, and the attributes that count them.
+# The inputs or the outputs of a layer: their dimension in the weight, and the attributes that hold their number.
 _Side = tuple[int, tuple[str, ...]]
-# Kinds of layers that can be cut: test for the kind, outputs, and inputs; None if the layer cannot be cut there.
+# Kinds of layers that can be cut: (test for the kind, outputs, inputs). None: the layer cannot be cut by that side.
 _KINDS: tuple[tuple[Callable[[Any], bool], _Side | None, _Side | None], ...] = (
     (_is_linear, (0, ("out_features",)), (1, ("in_features",))),
     (_is_depthwise, (0, ("in_channels", "out_channels", "groups")), None),
@@ -285,7 +282,7 @@ _BY_OUTPUTS = "columns (a Linear, Conv1D, Embedding or convolution can)"
 
 
 def _geometry(module: nn.Module, of_inputs: bool) -> _Side:
-    """Return the dimension of a module's inputs or outputs in its weight, and the attributes that count them."""
+    """Return the dimension of inputs or outputs in a module's weight, and the attributes that hold their number."""
     side = next((inputs if of_inputs else outputs for fits, outputs, inputs in _KINDS if fits(module)), None)
     if side is None:
         raise PolicyError(cannot_cut(module, _BY_INPUTS if of_inputs else _BY_OUTPUTS))
@@ -293,7 +290,7 @@ def _geometry(module: nn.Module, of_inputs: bool) -> _Side:
 
 
 def cannot_cut(module: nn.Module, cut: str) -> str:
-    """Error message for a module that a rule cannot cut; `cut` ends "cannot be cut by …"."""
+    """Return the error message for a module that a rule cannot cut: "a Conv2d cannot be cut by {cut}"."""
     if hasattr(module, "base_layer"):
         return f"a {type(module).__name__} is an adapter; merge it into the weights first (merge_and_unload)"
     return f"a {type(module).__name__} cannot be cut by {cut}"

@@ -1,8 +1,8 @@
-"""Makes look-ups of ids on a device safe: without this module, an id beyond the table would end the process.
+"""Makes embedding look-ups on a device safe if an id is outside the table.
 
-A CUDA kernel asserts on such an id, and then no CUDA call of its process works. Therefore ids are clamped before the
-look-up, and the smallest and largest id are recorded on the device. A request with a bad id fails at its end. No
-look-up waits for the device.
+A CUDA kernel asserts on such an id, and then every CUDA call of the process fails. Therefore ids are clamped before the
+look-up, and the smallest and the largest id are recorded on the device. At the end of a request the recorded ids are
+checked, so no look-up waits for the device.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-# (device, rows of a table) → the lowest and the highest id that were looked up in such a table, int64 `[2]`.
+# (device, number of rows) → lowest and highest id that were looked up in tables of that size, int64 `[2]`.
 _seen: dict[tuple[torch.device, int], torch.Tensor] = {}
-_snapshot: dict[tuple[torch.device, int], torch.Tensor] = {}  # copy of `_seen` at the last `hold`
+_snapshot: dict[tuple[torch.device, int], torch.Tensor] = {}  # copy of `_seen` that `hold` made, for `take_back`
 
 _look_up = functional.embedding
 
 
 def in_range(ids: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return ids on a device, clamped to the rows of a table; record the smallest and the largest id."""
+    """Clamp ids to a table of `rows` rows, and record the smallest and the largest id for `check`."""
     if not ids.numel() or not rows:
         return ids
     key = ids.device, rows
@@ -39,17 +39,16 @@ def in_range(ids: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def guard_look_ups() -> None:
-    """Make every embedding of this process clamp its ids, from now on, on devices other than the CPU.
+    """Replace `torch.nn.functional.embedding` by a function that clamps ids on devices other than the CPU.
 
-    The function replaces `torch.nn.functional.embedding`. Compiled code does not clamp ids, because compiled code sees
-    only ids that the model chose.
+    Compiled code does not clamp ids, because it looks up only tokens that the model itself chose.
     """
     functional.embedding = _guarded
 
 
-@functools.wraps(_look_up)  # so that checks for foreign code find torch's own function
+@functools.wraps(_look_up)  # makes checks for foreign code take the replacement for torch's own function
 def _guarded(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    # The compiler's later passes run the function on fake tensors, when torch is no longer "compiling".
+    # Later passes of torch.compile call this function with fake tensors while `is_compiling()` is False.
     if input.device.type != "cpu" and not is_compiling() and not is_fake(input):
         input = in_range(input, weight.shape[0])
     return _look_up(input, weight, *args, **kwargs)
@@ -57,26 +56,30 @@ def _guarded(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: An
 
 @contextlib.contextmanager
 def checked_look_ups(at_end: bool = True) -> Iterator[None]:
-    """Run a request in this context, and check the looked-up ids. After an error, the recorded ids are forgotten."""
+    """Context for a request that checks the looked-up ids at its end, and after any error resets the recorded ids."""
     try:
         yield
         if at_end:
             check()
     except BaseException:
-        _forgive()
+        _reset()
         raise
 
 
 def bounds() -> list[torch.Tensor]:
-    """Return the lowest and the highest recorded id of each table, int64 `[2]`, on the device."""
+    """Return the lowest and the highest looked-up id of each table size, int64 `[2]`, on the device."""
     return [*_seen.values()]
 
 
 def check(recorded: Sequence[int] | None = None) -> None:
-    """Check the ids that were looked up so far."""
+    """Raise IndexError if an id that was looked up so far is outside its table.
+
+    `recorded` has the values of `bounds()`, if the caller has already copied them from the device.
+    """
     if recorded is None:
         recorded = torch.cat(bounds()).tolist() if _seen else []
-    for (_, rows), low, high in zip(_seen, recorded[::2], recorded[1::2], strict=False):  # a table may be new
+    # A table may have been added to `_seen` after `recorded` was copied, so the lengths may differ.
+    for (_, rows), low, high in zip(_seen, recorded[::2], recorded[1::2], strict=False):
         check_range(low, high, rows)
 
 
@@ -87,7 +90,7 @@ def check_range(low: int, high: int, rows: int) -> None:
 
 
 def hold() -> None:
-    """Save the recorded bounds of ids, so that `take_back` can restore them."""
+    """Save the lowest and highest looked-up ids, so that `take_back` can restore them."""
     for key, seen in _seen.items():
         if key in _snapshot:
             _snapshot[key].copy_(seen)
@@ -96,20 +99,19 @@ def hold() -> None:
 
 
 def take_back() -> None:
-    """Restore the recorded bounds of ids from the last `hold`. Bounds of tables first used after `hold` stay."""
+    """Restore the lowest and highest looked-up ids that `hold` saved; keep those of tables first used since then."""
     for key, bounds in _snapshot.items():
         _seen[key].copy_(bounds)
 
 
-def _forgive() -> None:
-    """Reset the recorded bounds of ids to valid ids. The bounds keep their memory, because recordings write to that
-    memory."""
+def _reset() -> None:
+    """Set the lowest and highest looked-up ids to valid ids, in place, because CUDA graphs write to their memory."""
     for (_, rows), seen in _seen.items():
         seen[:1].fill_(0)
         seen[1:].fill_(rows - 1)
 
 
 def forget() -> None:
-    """Delete the recorded bounds of ids and their memory on the device. No recording may run afterwards."""
+    """Free the memory of the lowest and highest looked-up ids. CUDA graphs that write to it must not run afterwards."""
     _seen.clear()
     _snapshot.clear()

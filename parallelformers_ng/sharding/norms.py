@@ -1,4 +1,4 @@
-"""Defines sharded layers that need a statistic of all columns: norms, and top-k by mean and deviation."""
+"""Defines layers on sharded columns that need a statistic of all columns: norms, and Gemma 3n's top-k."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from parallelformers_ng.sharding.policy import Rule
 
 
 class RMSNormParallel(ParallelLayer):
-    """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467) over a cut width, or over each group g of
-    columns; a group may be on several ranks:
+    """Root-mean-square norm over columns that are on several ranks (Zhang & Sennrich 2019, arXiv:1910.07467).
 
-        y = w ⊙ x / √(ε + Σᵣ ‖xᵣ,g‖² / N)
+    y = w ⊙ x / √(ε + Σᵣ ‖xᵣ‖² / N). A norm with groups does this for each group of N columns.
 
     `forward` takes and returns this rank's columns `[…, columns]`, and computes in float32. With a gate of the same
     shape, as in Mamba 2 (Dao & Gu 2024, arXiv:2405.21060), silu(gate) multiplies x; with `norm_before_gate`, y.
     """
 
-    group_count: int  # number of groups
+    group_count: int  # number of groups; 1 if the norm is over all columns
     group_width: int  # N, the columns of one group in the whole model
-    # `(start, stop, group, is counted)` for each run of this rank's columns in one group. Columns that an earlier rank
-    # also holds are counted only on that rank.
+    # This rank's columns, split by groups: (start, stop, index of the group, whether this rank adds their squares).
+    # If several ranks hold a column, only the first of these ranks adds its square.
     runs: Sequence[tuple[int, int, int, bool]]
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
@@ -43,7 +42,7 @@ class RMSNormParallel(ParallelLayer):
         return output.to(hidden_states.dtype)
 
     def normalise(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return y / w for this rank's columns `[…, columns]`, in the data type of the inputs; a collective."""
+        """Divide this rank's columns by the root mean square of all ranks' columns; a collective."""
         squares = inputs.new_zeros(*inputs.shape[:-1], self.group_count)
         for start, stop, group, is_counted in self.runs:
             if is_counted:
@@ -56,17 +55,13 @@ class RMSNormParallel(ParallelLayer):
 
 
 class GaussianTopKParallel(ParallelLayer):
-    """Statistical top-k (You et al. 2025, arXiv:2506.06644) over a cut width:
+    """Statistical top-k (You et al. 2025, arXiv:2506.06644) over columns that are on several ranks.
 
-        y = max(0, x − μ − σ·Φ⁻¹(s)),   μ = Σᵣ Σxᵣ / N,   σ² = Σᵣ Σ(xᵣ − μ)² / N
-
-    The layer takes and returns this rank's columns `[…, columns]`.
-
-    Attributes:
-        activation_sparsity: s, the fraction of columns to drop.
+    y = max(0, x − μ − σ·Φ⁻¹(s)), with the mean μ and the standard deviation σ of all ranks' columns, and the fraction
+    s of columns to drop, `activation_sparsity`. `forward` takes and returns this rank's columns `[…, columns]`.
     """
 
-    width: int  # N, the columns of the whole model
+    width: int  # number of columns on all ranks together
 
     def _gaussian_topk(self, inputs: torch.Tensor) -> torch.Tensor:
         quantile = torch.special.ndtri(torch.tensor(self.activation_sparsity, device=inputs.device)).to(inputs.dtype)
@@ -76,9 +71,9 @@ class GaussianTopKParallel(ParallelLayer):
 
 
 class HeadNormsParallel(ParallelLayer):
-    """A norm for each head, yₕ = normₕ(xₕ), over this rank's heads: dimension 1 of the input."""
+    """A module with a list `norms` of one norm for each head. Dimension 1 of its input has this rank's heads."""
 
-    head_indices: Sequence[int]  # indices of this rank's heads in the list `norms`
+    head_indices: Sequence[int]  # for each head of this rank, index of its norm in the list `norms`
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         heads = hidden_states.split(1, dim=1)
@@ -87,14 +82,13 @@ class HeadNormsParallel(ParallelLayer):
 
 @dataclass(frozen=True)
 class Norm(Rule):
-    """Normalise cut outputs by the root mean square of all outputs; the ranks sum their squares. The norm module's
-    attributes give its groups of columns. A gate may multiply the inputs or the outputs.
+    """Cut an RMS norm by columns; the ranks sum the squares of their columns. The norm may have groups and a gate.
 
-    A norm per head needs no rule, because its width is not cut.
+    A norm over each head alone needs no rule, because every rank has whole heads.
 
     Args:
         unit: unit of the width, as in `Column`.
-        heads: path of the `Heads` rule that counts the width; by default the nearest rule above the norm.
+        heads: path of the `Heads` rule whose heads the width has; by default the nearest such rule above the norm.
     """
 
     unit: Unit = ""
@@ -115,8 +109,7 @@ class Norm(Rule):
 
 @dataclass(frozen=True)
 class HeadNorms(Rule):
-    """Apply to each head its own norm, for a module with one norm per head in a list `norms`. Every rank holds all
-    norms.
+    """Apply each head's own norm, in a module that has a list `norms` of one norm per head. Every rank holds all norms.
 
     Args:
         unit: kind of the heads, "query" or "key".
@@ -131,8 +124,9 @@ class HeadNorms(Rule):
 
 @dataclass(frozen=True)
 class GaussianTopK(Rule):
-    """Compute a top-k over cut outputs from the mean and the deviation of all outputs. For a module whose forward
-    calls `_gaussian_topk` (Gemma 3n's MLP)."""
+    """Compute Gemma 3n's top-k from the mean and the deviation of all ranks' columns.
+
+    For a module whose forward calls `_gaussian_topk`."""
 
     def apply(self, draft: Draft, path: str) -> None:
         width = draft.attribute(draft.modules[path], "intermediate_size")

@@ -1,7 +1,7 @@
-"""Holds the attention weights of a rank's own heads, and gathers the weights of all heads only if code reads them.
+"""Returns attention weights that are gathered from all ranks only when code reads them.
 
-Most modelling code returns attention weights even if no caller needs attention weights. All ranks run the same code:
-if one rank reads attention weights, all ranks read the same weights and can gather them in a collective.
+Most modelling code returns attention weights even if no caller needs them. All ranks run the same code: if one rank
+reads attention weights, all ranks read the same weights and can gather them in a collective.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from parallelformers_ng.errors import ParallelError
 
 
 class OwnHeads(Tensor):
-    """A tensor with the shape of all heads that holds only this rank's heads. Any operation on it gathers all heads.
+    """Attention weights with the shape of all heads, of which only this rank's heads are in memory.
 
-    Pickling and `copy` raise ParallelError.
+    Any operation on the tensor gathers all heads. Pickling and `copy` raise ParallelError.
     """
 
-    own: Tensor  # attention weights of this rank's heads, which attention layers of this rank read
-    head_dim: int  # dimension of the heads
+    own: Tensor  # attention weights of this rank's heads
+    head_dim: int  # dimension of heads
     head_sizes: Sequence[int]  # number of heads of each rank
     whole: Callable[[], Tensor]  # returns the attention weights of all heads; the first call gathers them
 
@@ -37,7 +37,7 @@ class OwnHeads(Tensor):
         self.whole = cache(gather)
         return self
 
-    # __torch_dispatch__ alone handles the operations.
+    # `__torch_dispatch__` sees every operation, so torch functions need no handling of their own.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -58,24 +58,21 @@ class OwnHeads(Tensor):
 
 
 def heads_of(whole: Tensor, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
-    """Return a view of the heads of one rank, along the dimension of all heads; a rank without heads gets head 0.
+    """Return a view of one rank's heads; a rank without heads gets head 0.
 
-    `sizes` has the number of heads of each rank.
+    `whole` has all heads in dimension `dim`, and `sizes` has the number of heads of each rank.
     """
     return whole.narrow(dim, sum(sizes[:rank]) if sizes[rank] else 0, max(1, sizes[rank]))
 
 
 def gathered(value: Any) -> Any:
-    """Return the tensor of all heads for an `OwnHeads`, by `OwnHeads.whole`; return any other value unchanged.
-
-    Errors are those of `OwnHeads.whole`.
-    """
+    """Gather all heads if `value` is an `OwnHeads`, a collective; otherwise return `value`."""
     return value.whole() if type(value) is OwnHeads else value
 
 
 @dataclass(frozen=True)
 class AllHeads:
-    """Attention weights of all heads, sent to other stages. Each receiving rank takes the weights of its own heads."""
+    """Attention weights of all heads, as one pipeline stage sends them to the ranks of all other stages."""
 
     whole: Tensor  # attention weights of all heads
     dim: int  # dimension of heads in `whole`
@@ -87,5 +84,5 @@ class AllHeads:
         return cls(heads.whole(), heads.head_dim, heads.head_sizes)
 
     def own_of(self, rank: int) -> OwnHeads:
-        """Return the heads of rank `rank` of a stage."""
+        """Return the attention weights for rank `rank` of a receiving stage."""
         return OwnHeads(heads_of(self.whole, self.dim, self.sizes, rank), self.dim, self.sizes, lambda: self.whole)

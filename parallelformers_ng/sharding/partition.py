@@ -1,4 +1,4 @@
-"""Computes which heads or columns of a width each rank gets. Needs no tensors."""
+"""Computes which heads and which columns each rank gets. Uses only sizes, no tensors."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Literal
 
 from parallelformers_ng.errors import PolicyError
 
-# Limit of a rank's bytes, in even shares: above the limit, the rank gets fewer columns that are not heads.
-_TOO_MUCH = 1.15
-# Share of the time in which a rank waits for ranks with more heads that it computes further columns instead.
-_OF_THE_WAIT = 0.75
-_OFF_RATIO = 1.01  # limit of a rank's bytes if the caller set a ratio, as a multiple of the rank's part of that ratio
+# A rank whose bytes are over 1.15 times an equal share of the model gets fewer of the columns that are not heads.
+_MAX_LOAD = 1.15
+# A rank with fewer heads would wait for the other ranks. It gets further columns for 75 % of the waiting time.
+_WAIT_FRACTION = 0.75
+_MAX_LOAD_BY_RATIO = 1.01  # replaces `_MAX_LOAD` if the caller chose the ranks' fractions, which the bytes must follow
 
 Range = tuple[int, int]  # a half-open interval `[start, stop)` along one dimension
-# Unit of a layer's width: query heads, key/value heads or plain columns. "" means "query" beneath a module with a
-# `Heads` rule and "column" elsewhere.
+# A layer's width consists of query heads, key/value heads or plain columns. "" means "query" beneath a module with a
+# `Heads` rule, and "column" elsewhere.
 Unit = Literal["", "query", "key", "column"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of several projections packed in one layer whose heads differ in width, as in a state-space mixer.
+    """One of several projections that a layer packs, if their heads differ in width, as in a state-space mixer.
 
     Args:
-        unit: kind of the heads in this part, "query" or "key".
+        unit: kind of the heads of this projection, "query" or "key".
         width: columns of one head: a number, or the name of an attribute of the module with the `Heads` rule.
     """
 
@@ -39,8 +39,8 @@ class Part:
 def spread(count: int, world_size: int, shares: Sequence[float] = ()) -> list[Range]:
     """Cut `count` items into consecutive ranges, one for each rank, as close to the fractions `shares` as possible.
 
-    Fractions have the sum 1, and are equal if `shares` is empty; then longer ranges come first. Each rank gets at least
-    one item if there are enough items; otherwise the first ranks get one item each. 12 items on 5 ranks: 3, 3, 2, 2, 2.
+    Fractions have the sum 1, and are equal if `shares` is empty: 12 items on 5 ranks become 3, 3, 2, 2, 2. Each rank
+    gets at least one item; if there are fewer items than ranks, the last ranks get none.
     """
     if shares and count >= world_size:
         bounds = [0]
@@ -54,10 +54,10 @@ def spread(count: int, world_size: int, shares: Sequence[float] = ()) -> list[Ra
 
 
 def spread_columns(width: int, world_size: int, shares: Sequence[float] = (), group: int = 1) -> list[Range]:
-    """Cut columns like `spread`, but keep groups whole, or align the ranges.
+    """Cut columns like `spread`, but do not cut a group of `group` adjacent columns.
 
-    Groups are ignored if the width is no multiple of `group`, or has fewer groups than ranks. Then ranges by `shares`
-    are multiples of 16, 8, 4 or 2 columns, if that divides the width and moves no bound by more than 1 % of it.
+    Groups are ignored if the width is no multiple of `group`, or has fewer groups than ranks. Then, with `shares`, each
+    range is a multiple of 16, 8, 4 or 2 columns: the first of these that moves no bound by more than 1 % of the width.
     """
     if has_groups(width, world_size, group):
         return spread_aligned(width, world_size, group, shares)
@@ -80,22 +80,27 @@ def spread_aligned(width: int, world_size: int, granule: int = 8, shares: Sequen
 
 
 def has_groups(width: int, world_size: int, group: int) -> bool:
-    """Return whether a width consists of whole groups of `group` > 1 columns, at least one group for every rank."""
+    """Return whether columns can be divided by whole groups of `group` columns, with a group for every rank."""
     return group > 1 and width % group == 0 and width // group >= world_size
 
 
 def even_out(loads: Sequence[int], flexible: int, parts: Sequence[float] = ()) -> list[float]:
-    """Divide freely divisible columns so that no rank is far over its limit.
+    """Give ranks with too many bytes fewer of the columns that are not heads.
 
-    A rank with more heads gets fewer such columns only if it would hold more than 1.15 even shares. Ranks wait for each
-    other in every layer, so even layers are faster than even ranks; see `fill_waits` for an exception. For a ratio that
-    the caller set, the limit of a rank is 1.01 times the rank's part.
+    A rank has too many bytes if it has more than 1.15 times an equal share, or 1.01 times the fraction in `parts` that
+    the caller chose. Below that limit, columns stay equally divided: ranks wait for each other in every layer, so equal
+    layers are faster than equal ranks.
+
+    Args:
+        loads: bytes of each rank if columns are divided by `parts`.
+        flexible: bytes of all columns that are not heads.
+        parts: each rank's fraction of the model; empty for equal fractions.
 
     Returns:
-        Fraction of the `flexible` bytes for each rank, at least a tenth of its fraction in `parts`. Empty if no rank is
-        over its limit.
+        Each rank's fraction of the `flexible` bytes, at least a tenth of its fraction in `parts`. Empty if no rank has
+        too many bytes.
     """
-    slack = _OFF_RATIO if parts else _TOO_MUCH
+    slack = _MAX_LOAD_BY_RATIO if parts else _MAX_LOAD
     parts = parts or [1 / len(loads)] * len(loads)
     most = [slack * part * sum(loads) for part in parts]
     if all(load <= limit for load, limit in zip(loads, most, strict=True)) or not flexible:
@@ -108,20 +113,20 @@ def even_out(loads: Sequence[int], flexible: int, parts: Sequence[float] = ()) -
 
 
 def fill_waits(loads: Sequence[int], flexible: int, ahead: int) -> list[float]:
-    """Divide freely divisible columns so that ranks with fewer heads have more columns, and wait less.
+    """Give ranks with fewer heads more of the columns that are not heads.
 
-    In each layer, a rank with fewer heads waits for the sum of the attentions. Meanwhile it prefetches weights of its
-    columns, so it multiplies more columns in the same time. Measured on two CPU ranks of one thread (SmolLM2-135M with
-    6 and 3 heads, 704 and 832 columns): layers of a decode step in 0.94 of the time.
+    In each layer, a rank with fewer heads waits for the sum of the attentions. While it waits, it prefetches at most
+    `ahead` bytes of its columns' weights, so it can multiply more columns in the same time. Measured on two CPU ranks
+    of one thread (SmolLM2-135M, 6 and 3 heads, 704 and 832 columns): layers of a decode step take 0.94 of the time.
 
     Returns:
-        Fraction of the `flexible` bytes for each rank, at least half of an even fraction. Empty if all ranks have
-        equally many bytes of heads, `loads`. A rank prefetches at most `ahead` bytes.
+        Each rank's fraction of the `flexible` bytes, at least half of an equal fraction. Empty if `loads`, the bytes of
+        heads of each rank, are equal.
     """
     even, mean = 1 / len(loads), sum(loads) / len(loads)
     if len(set(loads)) == 1 or not flexible:
         return []
-    extra = [max(-ahead / 2, min(_OF_THE_WAIT * (mean - load), ahead / 2)) / flexible for load in loads]
+    extra = [max(-ahead / 2, min(_WAIT_FRACTION * (mean - load), ahead / 2)) / flexible for load in loads]
     wanted = [max(even / 2, even + part) for part in extra]
     return [share / sum(wanted) for share in wanted]
 
@@ -131,23 +136,22 @@ class HeadShare:
     """The heads of one rank."""
 
     query: tuple[int, ...]  # indices of the rank's query heads, consecutive
-    # indices of the key/value heads that the query heads read: one for each `groups` query heads. An index may repeat.
+    # Indices of the rank's key/value heads. Each is read by `groups` consecutive query heads. An index may repeat.
     key: tuple[int, ...]
-    groups: int  # query heads per key/value head on this rank
-    # whether the rank got no head. An idle rank holds a copy of head 0, which keeps shapes and cache lengths right. Its
-    # output rows are zero, so that it adds nothing to the sum.
+    groups: int  # number of query heads that read one key/value head on this rank
+    # Whether there was no head left for this rank. It holds a copy of head 0, so that shapes and cache lengths are
+    # right, and zeros as rows of the output projection, so that it adds nothing to the sum.
     idle: bool = False
 
 
 def share_heads(query_heads: int, key_heads: int, world_size: int, shares: Sequence[float] = ()) -> list[HeadShare]:
     """Give each rank whole query heads, and the key/value heads that the rank's query heads read.
 
-    Query heads are divided evenly, or in whole groups: the query heads that read one key/value head are a group. An
-    even division may cut groups: with 6 query and 3 key/value heads on 2 ranks, q0 q1 read k0, and q2 reads k1. Such a
-    rank holds one key/value head for each query head, and its `groups` is 1. Whole groups would be q0–q3 with k0 k1,
-    and q4 q5 with k2. The division with fewer heads on its largest rank is chosen. For example, 9 query and 3 key/value
-    heads on 2 ranks become 6 + 3 query heads with 2 + 1 key/value heads, not 5 + 4 query heads with 5 + 4 key/value
-    heads. With fewer key/value heads than ranks, the division is even.
+    The query heads that read one key/value head are a group. There are two divisions of query heads: an even division,
+    which may cut groups, and a division by whole groups. A rank with a cut group holds a key/value head for each of its
+    query heads (`groups` is 1). The division with fewer heads on its largest rank is chosen; the even division if there
+    are fewer key/value heads than ranks. For example, 9 query and 3 key/value heads on 2 ranks are divided by groups:
+    6 + 3 query and 2 + 1 key/value heads. The even division would have 5 + 4 query and 5 + 4 key/value heads.
     """
     if query_heads < 1 or key_heads < 1 or query_heads % key_heads:
         raise PolicyError(f"{query_heads} query heads cannot share {key_heads} key/value heads evenly")
@@ -197,11 +201,11 @@ def cut_width(
     shares: Sequence[float] = (),
     group: int = 1,
 ) -> list[tuple[Range, ...]]:
-    """Cut a dimension of `size`, packed from `parts`, for every rank; the ranges are in the order of the parts.
+    """Divide a dimension that packs several `parts` among the ranks; return the ranges of each rank.
 
-    "query" and "key" parts are cut by whole heads, "column" parts as evenly as possible, as in `spread_columns`.
-    `head_widths` has the columns of one head in each part, or of a whole "column" part. It is empty if all heads are
-    equally wide, or if all parts are equally wide and one is a "column" part.
+    Every part is divided separately: "query" and "key" parts by whole heads, "column" parts like `spread_columns`.
+    `head_widths` has, for each part, the columns of one head, or of the whole "column" part. If it is empty, all heads
+    are equally wide; if one of the parts is a "column" part, all parts are equally wide.
     """
     whole = {"query": _total(heads, "query"), "key": _total(heads, "key"), "column": 1}
     if head_widths:
@@ -236,9 +240,9 @@ def cut_width(
 def cut_interleaved(
     size: int, parts: Sequence[Unit], heads: Sequence[HeadShare], head_widths: Sequence[int] = ()
 ) -> list[tuple[Range, ...]]:
-    """Cut a dimension of `size` that packs each key/value head's group in one piece: `q q k v | q q k v | …`.
+    """Divide a dimension that packs each key/value head with its query heads among the ranks: `q q k v | q q k v | …`.
 
-    In `parts`, "query" means all query heads of the group, "key" one key or value head.
+    `parts` describes one group: "query" stands for all its query heads, "key" for one key head or one value head.
     """
     groups = _total(heads, "key")
     ratio = _total(heads, "query") // groups
@@ -268,11 +272,11 @@ def _head_width(size: int, heads: int, parts: int) -> int:
 
 
 def group_runs(per_rank: Sequence[Sequence[Range]], group_width: int) -> list[tuple[tuple[int, int, int, bool], ...]]:
-    """Return the columns of each rank in runs, each within one group of `group_width` columns.
+    """Split each rank's columns at the borders of groups of `group_width` columns.
 
-    A run is `(start, stop, group, is counted)`; start and stop are positions in the rank's own columns. Only the first
-    rank that holds a column counts the column. In groups of 4 columns, the ranges (2, 6) of rank 0 and (4, 8) of rank 1
-    become (0, 2, 0, True), (2, 4, 1, True) and (0, 2, 1, False), (2, 4, 1, True).
+    A run is `(start, stop, group, is first)`: start and stop count the rank's own columns, and `is first` says that no
+    lower rank holds these columns. With groups of 4 columns, the ranges (2, 6) of rank 0 and (4, 8) of rank 1 become
+    (0, 2, 0, True), (2, 4, 1, True) and (0, 2, 1, False), (2, 4, 1, True).
     """
     seen: set[int] = set()
     by_rank = []

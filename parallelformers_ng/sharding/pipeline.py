@@ -1,6 +1,6 @@
-"""Turns a plan for one stage into a plan for several stages; each stage holds consecutive parts of the model.
+"""Turns a plan into a plan for a pipeline, in which each stage holds consecutive layers of the model.
 
-A plan for one rank becomes a pipeline. A plan for several ranks becomes a pipeline with sharded stages.
+If the plan is for several ranks, each stage has as many ranks, among which its layers are sharded.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from parallelformers_ng.sharding.vocabulary import find_vocabulary
 def in_stages(
     plan: ShardPlan, model: nn.Module, shares: Sequence[float], merged: bool = True, plain: nn.Module | None = None
 ) -> ShardPlan:
-    """Divide a plan for the ranks of one stage over stages; the ranks of a stage have consecutive numbers.
+    """Turn a plan for the ranks of one stage into a plan for a pipeline of `len(shares)` stages.
 
-    If `merged`, a stage sends only the last result of its consecutive blocks to other stages. `plain` is the model
-    without its adapters: adapters are in the stage of their layer, and parts inside a module with trained copies are on
-    all ranks.
+    `shares` has each stage's fraction of the model. The ranks of a stage have consecutive numbers. If `merged`, a stage
+    sends only the output of its last block to other stages, not that of every block. `plain` is the model without its
+    adapters, for a model with adapters: an adapter is in the stage of its layer.
     """
     modules = dict(model.named_modules())
     parts = [unit for unit in _parts(plain or model) if unit in modules]
@@ -71,14 +71,14 @@ def _parts(model: nn.Module) -> list[str]:
     for unit in units(model):
         module = modules.get(unit)
         if module is None or not any(parameter.ndim > 1 for parameter in module.parameters()):
-            continue  # a bare parameter or a norm is small: every rank holds it
+            continue  # every rank holds single parameters and norms, because they are small
         if any(True for _ in module.children()) or unit in vocabulary or is_only_called(model, unit):
             parts.append(unit)
     return parts
 
 
 def _layers(model: nn.Module, stage_of: dict[str, int], width: int, stages: int, merged: bool) -> list[LayerPlan]:
-    """Return the injector's jobs for placed modules, and for modules that run placed blocks one after another."""
+    """Return the `LayerPlan`s that turn modules into `Placed` modules, and parents of their lists into `Stack`s."""
     layers = []
     lists: dict[str, list[str]] = {}
     order = list(stage_of)
@@ -102,5 +102,5 @@ def _layers(model: nn.Module, stage_of: dict[str, int], width: int, stages: int,
 
 
 def _as_range(shard: Shard, rows: int) -> Shard:
-    """Return a shard for a rank of its stage. A whole tensor becomes a range, because other stages hold no part."""
+    """Write a whole tensor as a range of all rows, because ranks of other stages hold an empty range of rows."""
     return Shard(0, ((0, rows),)) if shard.dim is None and not shard.zero else shard

@@ -1,4 +1,4 @@
-"""Defines placed modules, the parts of a pipeline: the ranks of one stage compute the module for all ranks.
+"""Defines the modules of a pipeline: the ranks of one stage compute a placed module, and all ranks get its output.
 
 Every rank runs the same modelling code at the same time. The ranks that hold a placed module's weights compute it; all
 other ranks receive its result. If consecutive blocks are on the same ranks, only the last block's result is sent:
@@ -7,8 +7,7 @@ other ranks receive its result. If consecutive blocks are on the same ranks, onl
                     │                      │                         │         │
     rank 1:  ─────── ► ─────────────────── ► ─ block 2 ─ block 3 ─ ► ─ head ─ ► choose a token
 
-So on every rank the modelling code between blocks (masks, positions, norms) gets the inputs that it gets in one
-process.
+So on every rank the code between blocks (masks, positions, norms) gets the same inputs as in a single process.
 """
 
 from __future__ import annotations
@@ -34,30 +33,30 @@ from parallelformers_ng.sharding.own_heads import AllHeads, OwnHeads
 
 @dataclass(frozen=True)
 class Stop:
-    """The stage that computes a module."""
+    """The stage that computes a placed module, and the module's position among the blocks of that stage."""
 
-    # ranks that hold the module's weights. The first holder sends its result to all other ranks.
+    # Ranks that hold the module's weights and compute it. The first of them sends the output to all other ranks.
     holders: tuple[int, ...]
-    # path of the module that runs this block and other blocks one after another; None outside such a module
+    # Path of the `Stack` module that calls this block; None if the module is not in a list of blocks.
     stack: str | None = None
-    begins: bool = True  # whether the module is the first of its consecutive blocks on the same ranks
-    ends: bool = True  # whether the module is the last of its consecutive blocks on the same ranks
-    cache_layers: tuple[int, ...] = ()  # indices of the cache layers that the module writes to
+    begins: bool = True  # whether the module is the first of the stage's consecutive blocks
+    ends: bool = True  # whether the module is the last of the stage's consecutive blocks
+    cache_layers: tuple[int, ...] = ()  # indices of the KV cache's layers to which the module writes
 
 
 @dataclass
 class _Run:
-    """A run of consecutive blocks of one stack. On other stages, every block of the run returns the run's output."""
+    """A call of a `Stack`, during which a stage sends only the output of its last consecutive block."""
 
-    stack: str
-    output: Any = None
+    stack: str  # path of the `Stack`
+    output: Any = None  # output of another stage's last block, which all blocks of that stage return on this rank
 
 
 _run: ContextVar[_Run | None] = ContextVar("run", default=None)
 
 
 class _OverStages(ParallelLayer):
-    """Base of modules that exchange results among all ranks, not only within one stage."""
+    """Base of the modules that exchange outputs among the ranks of all stages, not only within one stage."""
 
     takes_part = False
     gives_part = False
@@ -79,15 +78,15 @@ class Placed(_OverStages):
 
     @property
     def is_merged(self) -> bool:
-        """Whether other stages need only the last result of the module's run of consecutive blocks, in this call."""
+        """Whether, in this call, other stages get only the output of the last of the stage's consecutive blocks."""
         run = _run.get()
         return run is not None and run.stack == self.stop.stack and not output_capturing._active_collector.get()
 
     def give(self, compute: Callable[[], Any]) -> Any:
-        """Run `compute` in place of the module's own forward, send the result to all other ranks, and return it.
+        """Run `compute` instead of the module's forward, send the result to all other ranks, and return it.
 
-        A collective: holders of the module call this method while all other ranks call the module. Exceptions of
-        `compute` are passed on; the caller must then abort the communicator.
+        A collective: the stage's ranks call this method while all other ranks call the module. If `compute` raises, the
+        caller must abort the communicator.
         """
         return self._share(lambda: (compute(), {}))[0]
 
@@ -106,7 +105,8 @@ class Placed(_OverStages):
         return run.output
 
     def _shared(self, args: Any, kwargs: Any, collector: dict[str, Any] | None = None) -> Any:
-        """Return the output on all ranks; also send the outputs that `collector` gathered beneath the module."""
+        """Return the output on all ranks. Also send the outputs of inner modules that transformers collects in
+        `collector`, such as hidden states."""
         notes = {name: items for name, items in (collector or {}).items() if isinstance(items, list)}
 
         def compute() -> Any:
@@ -127,13 +127,14 @@ class Placed(_OverStages):
         holders, rank = self.stop.holders, self.everyone.rank
         if len(holders) == 1:
             return share(self.everyone, holders[0], compute, device)
-        # Each rank of a stage has its own heads; ranks at the same position of each stage have the same heads.
+        # The ranks of a stage have different heads, so they gather all heads. Each receiver keeps the heads of its
+        # position in its own stage.
         every = None if compute is None else lambda: tree_map_only(OwnHeads, AllHeads.of, compute())
         result = share(self.everyone, holders[0], every, device)
         return tree_map_only(AllHeads, lambda heads: heads.own_of(rank % len(holders)), result)
 
     def _lengthen_caches(self, values: Sequence[Any]) -> None:
-        """Lengthen this rank's caches by the tokens that the module adds to the caches of its own stage."""
+        """Add zeros to this rank's KV caches, so that the caches are as long as on the module's own stage."""
         caches = [value for value in values if isinstance(value, Cache)] if self.stop.cache_layers else []
         for cache in caches:
             states = next(value for value in values if isinstance(value, torch.Tensor) and value.ndim > 1)
@@ -142,11 +143,11 @@ class Placed(_OverStages):
 
 
 class Stack(_OverStages):
-    """A module that runs placed blocks one after another. Unless code reads the results between blocks, only the last
-    result of each run is sent."""
+    """A module that calls placed blocks one after another. A stage sends only the output of its last block, unless a
+    hook or an option of the call needs the output of every block."""
 
-    stack_path: str  # path of the module
-    stack_lists: Sequence[str]  # names of the module's lists of blocks
+    stack_path: str  # path of this module in the model
+    stack_lists: Sequence[str]  # names of the module's lists of blocks (`ModuleList`)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with set_within(_run, None if self._is_watched(kwargs) else _Run(self.stack_path)):
@@ -154,22 +155,22 @@ class Stack(_OverStages):
 
     def _is_watched(self, kwargs: dict[str, Any]) -> bool:
         config = getattr(self, "config", None)
-        flags = (kwargs.get(name, getattr(config, name, False)) for name in _LOOKS)
+        flags = (kwargs.get(name, getattr(config, name, False)) for name in _OUTPUT_FLAGS)
         return any(flags) or any(_has_hooks(block) for name in self.stack_lists for block in getattr(self, name))
 
 
-_LOOKS = ("output_hidden_states", "output_attentions")  # arguments by which a caller wants the outputs of every block
+_OUTPUT_FLAGS = ("output_hidden_states", "output_attentions")  # arguments that ask for the output of every block
 
 
 def _has_hooks(block: nn.Module) -> bool:
-    """Return whether a block has hooks that read its inputs or outputs. Hooks with `is_blind` read neither."""
+    """Return whether a block has hooks that may read its inputs or outputs; hooks with `is_blind` do not."""
     hooks = (*block._forward_hooks.values(), *block._forward_pre_hooks.values())
     known = (hook for hook in hooks if not getattr(hook, "is_blind", False))
     return any(getattr(hook, "__module__", "") != output_capturing.__name__ for hook in known)
 
 
 def _lengthen(cache: Any, index: int, states: torch.Tensor) -> None:
-    """Add as many tokens to one layer of a cache as `states` has; each token is zeros."""
+    """Add tokens of zeros to one layer of a KV cache, as many as `states` `[batch, tokens, …]` has."""
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     layer: Any = cache.layers[index] if index < len(cache.layers) else None

@@ -17,7 +17,7 @@ from parallelformers_ng.sharding.tensor_plan import TensorPlan
 from parallelformers_ng.sharding.tiers import Place, Tiers
 from parallelformers_ng.sharding.wording import human_bytes, pattern_of, tensor_table
 
-_TOO_MUCH = 0.1  # fraction of replicated bytes above which the plan warns
+_MAX_REPLICATED = 0.1  # the plan warns if a larger fraction of the model's bytes is replicated
 
 
 @dataclass
@@ -28,24 +28,23 @@ class ShardPlan:
         model_class: name of the model's class.
         world_size: number of ranks.
         tensors: name → `TensorPlan`, in the model's order; tied tensors have an entry for each name.
-        layers: jobs of the injector, in order.
-        blocks: paths of the modules that the policies apply to, or that one stage computes. Modules beneath a block
-            may have only a part of a result, or no result.
+        layers: changes that `inject` makes to modules, in order.
+        blocks: paths of the modules that the policies apply to, or that one stage computes.
         policy: names of the policies that apply.
         source: origin of the policies, as in `Selection`.
-        cuttable: names of the tensors that belong to layers of a kind that can be cut (see `cut_share`).
+        cuttable: names of parameters with two or more dimensions, except those of convolutions.
         settings: attributes of the model that the cast changes besides tensors: dotted name → value.
         cache: how ranks keep keys and values, as in `FitOptions`.
         quantized: name of a quantized tensor → its encoding.
-        uncut: path of a module whose layers stay whole although a policy names them → reason.
+        uncut: module path → why layers in the module stay whole although a policy has rules for them.
         selection: the policies; None on the ranks.
-        units: path of a module in which ranks compute parts of a result → paths of other units.
-        misfits: name of a tensor that should be quantized but stays in high precision → reason.
+        units: path of a module in which ranks compute parts of a result → paths of modules in it that other units cut.
+        misfits: name of a tensor that should be quantized → why it stays in high precision.
         strategy: how the ranks share the work, as in `FitOptions`.
         stages: number of stages, each a run of consecutive layers. All stages have equally many ranks, with
             consecutive numbers.
         why: reason for the strategy, if the caller did not choose a strategy.
-        tiers: places of weights that do not fit on the devices; None if all weights fit.
+        tiers: where each rank keeps weights that do not fit on its device; None if all weights fit.
     """
 
     model_class: str
@@ -70,12 +69,12 @@ class ShardPlan:
 
     @property
     def stage_width(self) -> int:
-        """Number of ranks of a stage; the first rank of stage s is s times this number."""
+        """Number of ranks of each stage."""
         return self.world_size // self.stages
 
     @property
     def as_stored(self) -> ShardPlan:
-        """The plan of the tensors that ranks store: quantized numbers and scales replace the quantized tensors."""
+        """The same plan for the tensors in memory: each quantized tensor becomes quantized numbers and scales."""
         if not self.quantized:
             return self
         tensors = {part.name: part for name in self.tensors for part in self.parts(name)}
@@ -83,7 +82,7 @@ class ShardPlan:
         return replace(self, tensors=tensors, quantized={}, cuttable=matrices)
 
     def parts(self, name: str) -> tuple[TensorPlan, ...]:
-        """Return the plans of the stored form of a tensor: the tensor itself, or quantized numbers and scales."""
+        """Return the plans of the tensors that store a tensor: itself, or its quantized numbers and its scales."""
         tensor, encoding = self.tensors[name], self.quantized.get(name)
         return (tensor,) if encoding is None else encoding.parts(tensor)
 
@@ -93,16 +92,16 @@ class ShardPlan:
 
     @property
     def high_precision(self) -> dict[str, int]:
-        """Cuttable tensors (see `cut_share`) that are not quantized: name → whole bytes, largest first."""
+        """Cuttable tensors that are not quantized: name → bytes of the whole tensor, largest first."""
         left = {t.name: t.bytes_whole for t in self.stored() if t.name in self.cuttable - self.quantized.keys()}
         return dict(sorted(left.items(), key=lambda item: -item[1]))
 
     def stored(self) -> Iterator[TensorPlan]:
-        """Yield every tensor once; tied tensors appear under their storage name."""
+        """Yield the plan of every tensor; tied tensors that share memory are yielded once."""
         return (tensor for name, tensor in self.tensors.items() if tensor.storage == name)
 
     def aliases(self) -> dict[str, list[str]]:
-        """Return, for each storage name, all names of tensors that share its bytes."""
+        """Return the names of the tied tensors that share memory, by the name under which they are stored."""
         names_by_storage: dict[str, list[str]] = {}
         for name, tensor in self.tensors.items():
             names_by_storage.setdefault(tensor.storage, []).append(name)
@@ -147,7 +146,7 @@ class ShardPlan:
     @property
     def warning(self) -> str:
         """A warning if more than 10 % of the bytes are replicated on several ranks; "" otherwise."""
-        if self.world_size == 1 or self.whole_share <= _TOO_MUCH:
+        if self.world_size == 1 or self.whole_share <= _MAX_REPLICATED:
             return ""
         largest = ", ".join(f"{name} ({human_bytes(size)})" for name, size in list(self.replicated.items())[:3])
         return (
@@ -157,7 +156,7 @@ class ShardPlan:
 
     @property
     def why_uncut(self) -> str:
-        """Text for people about the modules in `uncut`, at most three kinds of modules; "" without such modules."""
+        """Text for people: why modules in `uncut` stay whole, for at most three kinds of modules; "" if none do."""
         if not self.uncut:
             return ""
         kinds: dict[str, str] = {}

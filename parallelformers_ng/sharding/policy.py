@@ -24,17 +24,17 @@ from parallelformers_ng.sharding.tensors import dotted, is_within
 
 @dataclass(frozen=True)
 class Rule:
-    """The treatment of a layer that a policy names. A rule's class is defined beside the parallel layer it creates."""
+    """How a policy cuts one layer. A rule's class is defined beside the parallel layer that the rule creates."""
 
     def finds(self, draft: Draft, path: str) -> bool:
         """Return whether the model has a layer or tensor at `path` that the rule can cut."""
         return path in draft.modules and not isinstance(draft.modules[path], nn.Identity)
 
     def apply(self, draft: Draft, path: str) -> None:
-        """Record in the draft each rank's slices of the tensors at `path`, and the parallel layer of the module.
+        """Record in the draft how the tensors at `path` are cut, and the parallel layer that the module becomes.
 
         Args:
-            draft: draft to extend, with `rule`, `counter` and `heads` set for this rule.
+            draft: draft to extend. Its `rule`, `counter` and `heads` are set for this rule.
             path: dotted path of the layer or tensor in the model.
 
         Raises:
@@ -75,24 +75,24 @@ CustomPolicies = type[Policy] | Sequence[type[Policy]] | None  # policies of the
 
 @dataclass(frozen=True)
 class Selection:
-    """The policies that apply to a model."""
+    """The policies that apply to one model, and what may be cut without a policy."""
 
     policies: tuple[type[Policy], ...]  # policies with at least one block in the model
-    # origin of the policies: "custom", "written" or "inferred", joined by "+" if policies have different origins;
-    # "leftovers" if no policy applies and only leftovers are cut
+    # Origin of the policies: "custom", "written" or "inferred", joined by "+" if policies have different origins;
+    # "leftovers" if no policy applies and only large parameters that no policy names are cut.
     source: str
     vocabulary: bool = True  # whether embeddings and output heads are cut by rows of the vocabulary
-    leftovers: bool = True  # whether large parameters that policies leave whole are cut
+    leftovers: bool = True  # whether large parameters that no policy names are cut
     customs: tuple[type[Policy], ...] = ()  # policies of the caller, which may cut foreign code
-    # whether a proof tested all policies except `customs` on the code of this model. If False, policies except
-    # `customs` cut only code of torch and transformers.
+    # Whether a proof tested the policies, except `customs`, on this model's code. If not, policies except `customs` may
+    # cut only modules whose code is of torch or transformers.
     proven: bool = False
 
 
 def moved(plan: Mapping[str, Rule], path: str, to: str) -> dict[str, Rule]:
-    """Return a plan for blocks that have a module at `to` instead of `path`.
+    """Return a copy of a policy's `plan` in which rules at and beneath `path` are at and beneath `to`.
 
-    Rules at and beneath `path` move to `to`; "" is the block itself. All other rules stay unchanged.
+    "" is the block itself. All other rules stay unchanged.
     """
 
     def place(name: str) -> str:
@@ -106,9 +106,9 @@ def moved(plan: Mapping[str, Rule], path: str, to: str) -> dict[str, Rule]:
 
 
 def block_names(module: nn.Module) -> set[str]:
-    """Return the names by which policies may call a module, with and without the package before the name.
+    """Return the names that a policy's `block` may use for a module: "EncoderLayer" and "ctrl.EncoderLayer".
 
-    The names are those of the module's class and of all its base classes: "EncoderLayer" and "ctrl.EncoderLayer".
+    The names of the class's base classes are included.
     """
     names = set()
     for cls in type(module).__mro__:

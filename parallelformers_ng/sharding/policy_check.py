@@ -62,7 +62,7 @@ def _check_attributes(policy: type[Policy], who: str) -> None:
 
 
 def _check_fields(where: str, rule: Any) -> None:
-    """Refuse a rule that has a value of another type than its field declares; check a `Part` in the same way."""
+    """Raise PolicyError if the type of a rule's argument is not the declared type. Also check arguments of a `Part`."""
     hints = get_type_hints(type(rule))
     for field in dataclasses.fields(rule):
         value = getattr(rule, field.name)
@@ -79,7 +79,7 @@ def _check_fields(where: str, rule: Any) -> None:
 
 
 def _check_arguments(where: str, rule: Rule) -> None:
-    """Refuse a rule whose arguments contradict each other."""
+    """Raise PolicyError if the arguments of a rule contradict each other."""
     fused, interleaved = getattr(rule, "fused", 1), getattr(rule, "interleaved", ())
     if fused == () or (isinstance(fused, int) and fused < 1):
         raise PolicyError(f"{where}: fused is {fused!r}; it takes the number of parts, 1 or more, or their units")
@@ -94,7 +94,7 @@ def _check_arguments(where: str, rule: Rule) -> None:
 
 
 def _check_paths(where: str, path: str, rule: Rule, policy: type[Policy]) -> None:
-    """Refuse a rule that names a `Heads` rule which the plan does not have."""
+    """Raise PolicyError if a rule names a path at which the plan has no `Heads` rule."""
     heads = [name for name, other in policy.plan.items() if isinstance(other, Heads)]
     above = getattr(rule, "heads", None)
     if above is not None and above not in heads:

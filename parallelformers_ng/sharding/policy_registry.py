@@ -1,5 +1,5 @@
-"""Finds the policies for a model. A policy belongs to a block class. A composite model, such as a vision tower with a
-language model or an encoder with a decoder, thus gets the policies of all its parts."""
+"""Finds the policies for a model by the classes of its modules. A composite model, such as a vision tower with a
+language model or an encoder with a decoder, gets the policies of all its parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from parallelformers_ng.sharding.vocabulary import find_vocabulary
 from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 log = logging.getLogger("parallelformers_ng")
-_MAX_LEFT = 0.1
+_MAX_LEFT = 0.1  # fraction of linear weights that policies may leave uncovered, in `is_covered`
 
 
 def known_policies(
@@ -105,10 +105,10 @@ def check_custom(custom: CustomPolicies) -> tuple[type[Policy], ...]:
 
 
 def written_places(model: nn.Module, policies: Sequence[type[Policy]]) -> set[str]:
-    """Return the paths that policies cover: the blocks.
+    """Return the paths of the blocks to which policies apply.
 
-    For a block that contains models or is the model itself, the result has the paths of the plan instead. Such a path
-    ends before its first `*`.
+    A block that is the model or contains a model is not covered as a whole; the result has its rules' paths instead,
+    each up to its first `*`.
     """
     places: set[str] = set()
     for path, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Defines modules of a rank whose weights are quantized."""
+"""Defines modules with quantized weights."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from parallelformers_ng.sharding.plan import ShardPlan
 
 
 class Quantized(nn.Module):
-    """A module with quantized weights. Code that reads a weight gets a dequantized tensor, which the module does not
-    keep."""
+    """A module with quantized weights. Each read of a weight dequantizes it again; no dequantized tensor is kept."""
 
-    # name of a parameter → its encoding, and the data type of the dequantized parameter
+    # name of a parameter → (its encoding, the data type to dequantize to)
     encodings: Mapping[str, tuple[Encoding, torch.dtype]]
 
     def __getattr__(self, name: str) -> Any:
-        value: Any = super().__getattr__(name)  # torch finds parameters by __getattr__
+        value: Any = super().__getattr__(name)  # `nn.Module.__getattr__` looks up parameters
         if name not in self.__dict__.get("encodings", ()):
             return value
         stack = ExpertStack(value, self.__dict__["_parameters"][name + SCALE], *self.encodings[name])
@@ -31,10 +30,7 @@ class Quantized(nn.Module):
 
 
 class ExpertStack:
-    """The quantized weights of stacked experts. An index dequantizes only the weights of the chosen experts.
-
-    Any other read of an attribute dequantizes the weights of all experts.
-    """
+    """The quantized weights of stacked experts: `stack[i]` dequantizes expert i, any attribute all experts."""
 
     def __init__(self, numbers: Tensor, scales: Tensor, encoding: Encoding, dtype: torch.dtype) -> None:
         self._parts = numbers, scales
@@ -69,9 +65,9 @@ class QuantizedEmbedding(Quantized):
 
 
 def quantize_modules(model: nn.Module, plan: ShardPlan) -> None:
-    """Turn the modules of a rank, still without weights, into the quantized modules of the plan.
+    """Turn modules into quantized modules, in place, as the plan says, before the weights are loaded.
 
-    The modules change in place. New parameters are on `meta`, in the shapes of the whole tensors.
+    New parameters are on `meta`, in the shapes of the whole tensors.
     """
     for name, encoding in plan.quantized.items():
         path, _, short = name.rpartition(".")
@@ -80,15 +76,12 @@ def quantize_modules(model: nn.Module, plan: ShardPlan) -> None:
 
 
 def hold(module: Any, name: str, encoding: Encoding, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
-    """Replace one parameter of a module by quantized numbers and scales. The class of the module changes, too.
-
-    A module with stacked experts also gets the experts implementation "eager" in its copy of the configuration.
-    """
+    """Replace one parameter of a module by quantized numbers and scales, and make the module a `Quantized`."""
     if not isinstance(module, Quantized):
         cls: type = type(module)
         module.__class__ = _mixed(QuantizedEmbedding if cls is nn.Embedding else Quantized, cls)
         module.encodings = {}
-        if takes_experts_one_by_one(module):  # only the eager way reads the weights of one expert at a time
+        if takes_experts_one_by_one(module):  # only transformers' "eager" experts read the weights expert by expert
             set_attribute(module, "config._experts_implementation", "eager")
     module.encodings = {**module.encodings, name: (encoding, dtype)}
     for part, values in ((name, numbers), (name + SCALE, scales)):

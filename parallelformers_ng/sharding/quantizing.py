@@ -1,4 +1,4 @@
-"""Chooses the weights to quantize, from the caller's options, the kinds of layers, and the cuts."""
+"""Chooses which weights to quantize, from the caller's options, the kinds of layers, and the plans of the tensors."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from parallelformers_ng.sharding.wording import pattern_of
 def choose_encodings(
     model: nn.Module, options: QuantizeOptions | None, tensors: Mapping[str, TensorPlan], blocks: Sequence[str]
 ) -> tuple[dict[str, Encoding], dict[str, str]]:
-    """Return the encoding of each weight to quantize, and the reasons why other such weights stay in high precision.
+    """Return name → encoding of the weights to quantize, and name → reason of those that cannot be quantized.
 
     Weights of linear layers, `Conv1D` and stacked experts are quantized; embeddings and the head only if the options
-    say so. A shared weight is quantized only if it can be quantized in every module that shares it. Without a scheme,
-    weights that are stored quantized stay quantized.
+    say so. A shared weight is quantized only if every module that shares it can compute with it. Without a scheme in
+    the options, weights that the checkpoint has quantized stay quantized.
     """
     stored, dequantize = _stored(model), options is not None and options.dequantize
     if options is not None and options.scheme is None:
@@ -97,8 +97,9 @@ def is_stored_quantized(parameter: nn.Parameter) -> bool:
 
 
 def _stored(model: nn.Module) -> dict[int, Encoding | None]:
-    """Return the encodings of parameters that are stored quantized, by parameter id. None means that the parameter is
-    made from stored tensors in a way that does not keep their scales."""
+    """Return id of a parameter → its encoding in the checkpoint, for parameters that the checkpoint has quantized.
+
+    None means that the parameter is made from several stored tensors and cannot keep their scales."""
     stored: list[Any] = [tensor for tensor in model.parameters() if is_stored_quantized(tensor)]
     return {id(tensor): tensor.encoding for tensor in stored}
 
@@ -114,8 +115,7 @@ def _left_whole(model: nn.Module, options: QuantizeOptions, blocks: Sequence[str
 
 
 def _input_dim(module: nn.Module, name: str, ndim: int) -> int | None:
-    """Return a parameter's dimension of inputs, negative (-1 is the last). None if the parameter is neither a matrix,
-    nor stacked matrices, nor an embedding table."""
+    """Return the dimension along which a parameter is quantized, -1 or -2; None if it cannot be quantized."""
     if takes_experts_one_by_one(module):
         return (-2 if module.is_transposed else -1) if ndim == 3 else None
     if name != "weight" or ndim != 2 or isinstance(module, NonDynamicallyQuantizableLinear):

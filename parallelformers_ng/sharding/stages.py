@@ -1,5 +1,4 @@
-"""Divides a model into stages: runs of indivisible parts, one run for each device. `balanced_device_map` and the
-pipeline use this module."""
+"""Divides a model into stages of consecutive layers, one for each device, for pipelines and `balanced_device_map`."""
 
 from __future__ import annotations
 
@@ -14,12 +13,13 @@ from parallelformers_ng.errors import PlacementError
 from parallelformers_ng.sharding.partition import Range
 from parallelformers_ng.sharding.tensors import all_tensors, dotted, owned_tensors
 
-# Sizes of a part's tensors: key → bytes. A key in several parts of one stage, such as a tied weight, counts once.
+# Sizes of the tensors of a unit: key → bytes. If several units of a stage have a key, such as a tied weight, it counts
+# once.
 Sizes = Mapping[Hashable, float]
 
 
 def units(model: nn.Module) -> list[str]:
-    """Return the paths of a model's indivisible units, in the model's order.
+    """Return the paths of the units of a model that may not be split between stages, in the model's order.
 
     Units are the items of module lists, modules of the classes in `_no_split_modules`, and single layers. In a module
     with submodules, each own parameter or buffer is a unit. Every tensor belongs to a unit; a tied tensor may belong to
@@ -52,17 +52,17 @@ def tensors_of(model: nn.Module, unit: str) -> dict[str, torch.Tensor]:
 
 
 def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: float = 0) -> list[Range]:
-    """Cut consecutive parts into runs, one for each device, so that the fullest device is as little full as possible.
+    """Divide consecutive units among devices, so that the largest fullness (bytes divided by the device's share) is
+    smallest. Among equally good divisions, the smallest sum of squared fullness decides.
 
-    A device's fullness is its bytes divided by its share. Among equally good cuts, the cut with the least sum of
-    squared fullness is chosen. Every device also holds `everywhere` bytes, and gets at least one part.
+    `parts` has the tensors' sizes of each unit. Every device also holds `everywhere` bytes, and gets at least one unit.
     """
     count, stages = len(parts), len(shares)
     if count < stages:
         raise PlacementError(f"{stages} stages need {stages} parts, but the model has only {count} indivisible parts")
 
     def filled(start: int) -> Iterator[float]:
-        """Yield the bytes of a device that holds the part `start`, of one that also holds the next part, and so on."""
+        """Yield the bytes of a device that holds the unit `start`, then with the next unit added, and so on."""
         seen_tensors: set[Hashable] = set()
         total = everywhere
         for part in parts[start:]:
@@ -73,8 +73,9 @@ def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: flo
     sizes = [list(enumerate(filled(start), start + 1)) for start in range(count)]
 
     def cheapest(cost: Callable[[float, float], float], limit: float) -> list[dict[int, tuple[float, int]]]:
-        """Return, from the last stage to the first, part that begins the stage → least cost, and end of the stage.
+        """Find the cheapest divisions by dynamic programming, from the last stage to the first.
 
+        For each stage, return: first unit of the stage → (least cost of this and later stages, end of the stage).
         `cost` takes the fullness of a stage and the cost of later stages. No stage is fuller than `limit`.
         """
         best = [{count: (0.0, count)}]

@@ -1,4 +1,4 @@
-"""Shards parameters and buffers over the ranks, and gathers them at every read."""
+"""Shards parameters and buffers over the ranks for storage, and gathers them each time that code reads them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from parallelformers_ng.sharding.tensors import dotted
 
 @dataclass(frozen=True)
 class Stored(Rule):
-    """Shard a module's tensors by rows, and gather all rows at every read. Use this rule if a table is not only used
-    for look-ups: for example, a codebook may be searched, or positions may be interpolated.
+    """Shard a module's tensors by rows, and gather all rows at every read. For tables that code reads as a whole, such
+    as a codebook that is searched, or position embeddings that are interpolated.
 
     Args:
         names: names of the module's parameters and buffers to shard. The forward must not write to a sharded tensor.
@@ -33,7 +33,7 @@ class Stored(Rule):
 
 
 def store(draft: Draft, path: str, name: str, dim: int) -> None:
-    """Record in the draft a module's parameter or buffer that is sharded along `dim` and gathered at every read."""
+    """Record in the draft that a parameter or buffer is sharded along `dim` and gathered at every read."""
     tensor = draft.tensor(dotted(path, name))
     if tensor is None:
         raise PolicyError(f"{type(draft.modules[path]).__name__} has no parameter or buffer {name!r}")
@@ -48,8 +48,7 @@ def store(draft: Draft, path: str, name: str, dim: int) -> None:
 class StoredInParts(ParallelLayer):
     """A module with parameters and buffers that are sharded over the ranks and gathered at every read.
 
-    A read is a collective, so all ranks must read the same tensor at the same time. Errors of a read are those of
-    `Communicator.all_gather`.
+    A read is a collective, so all ranks must read the same tensor at the same time.
     """
 
     takes_part = False
@@ -59,7 +58,7 @@ class StoredInParts(ParallelLayer):
 
     @property
     def _flat_weights(self) -> list[torch.Tensor]:
-        """Whole parameters for torch's recurrent layers, which read their parameters from this list."""
+        """Gathered parameters of a recurrent layer: torch's LSTM and GRU read their parameters from this list."""
         return [getattr(self, name) for name in self._flat_weights_names]
 
     @_flat_weights.setter
@@ -67,7 +66,7 @@ class StoredInParts(ParallelLayer):
         """Ignore the list that torch sets, because it contains shards."""
 
     def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)  # torch finds parameters by __getattr__
+        value = super().__getattr__(name)  # `nn.Module.__getattr__` looks up parameters
         if name not in self.__dict__.get("stored", ()):
             return value
         dim, sizes = self.stored[name]

@@ -1,4 +1,4 @@
-"""Describes the structure of a model: the places of modules in repeated blocks, and the layers that one run calls."""
+"""Describes the structure of a model: its repeated blocks, and the layers that a forward pass calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parallelformers_ng.sharding.tensors import dotted
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a module within a repeated block, which is the same for every repetition of the block."""
+    """The path of a module within its repeated block; corresponding modules of all repetitions have equal `Place`s."""
 
     # class name of the innermost repeated block or `PreTrainedModel` that contains the module; without either, the
     # class name of the model
@@ -30,17 +30,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Layer:
-    """A Linear, Conv1D or Embedding that was called, and whose weight the outputs depend on."""
+    """A Linear, Conv1D or Embedding that was called, and whose weight the model's outputs depend on."""
 
-    place: Place  # place of the module
+    place: Place
     name: str  # dotted path in the model
     inputs: int  # number of inputs; for an Embedding, its rows
-    outputs: int  # number of outputs
+    outputs: int  # number of outputs; for an Embedding, its width
     is_embedding: bool = False  # whether the layer is an Embedding
 
 
 def places(model: nn.Module) -> dict[str, Place]:
-    """Return dotted path → place of every module, relative to the innermost block or `PreTrainedModel` around it."""
+    """Return, for every module by dotted path, its path within the innermost repeated block or `PreTrainedModel`."""
     place_of: dict[str, Place] = {}
 
     def visit(module: nn.Module, name: str, block: str, start: str) -> None:
@@ -65,9 +65,9 @@ def uses(model: nn.Module) -> Counter[int]:
 
 @contextlib.contextmanager
 def traced_calls(model: nn.Module) -> Iterator[dict[str, int]]:
-    """Record the order in which the first calls of a model's modules end: dotted name → position, from 0.
+    """Context that records, by hooks, the order in which the modules' first calls end: dotted name → position, from 0.
 
-    A module comes after the submodules that it calls. The context adds hooks to the modules, and removes the hooks.
+    A module comes after the submodules that it calls.
     """
     calls: dict[str, int] = {}
 
@@ -83,7 +83,7 @@ def traced_calls(model: nn.Module) -> Iterator[dict[str, int]]:
 
 
 def called_layers(model: nn.Module, calls: Iterable[str], live: set[str]) -> list[Layer]:
-    """Return the layers among the called modules, in the order of `calls`."""
+    """Return the called linear layers and embeddings whose weight's name is in `live`, in the order of `calls`."""
     where, modules = places(model), dict(model.named_modules())
     layers = []
     for name in calls:
@@ -101,9 +101,9 @@ def dim_of_outputs(module: nn.Module) -> int:
 
 
 def tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor of an output, in order, except those of caches: each rank holds its own part of a cache.
+    """Yield every tensor in nested dictionaries, lists and tuples, in order, except KV caches and states.
 
-    The function also looks into nested dictionaries, lists and tuples, and skips objects of all other types.
+    Caches and states are left out because they differ between ranks.
     """
     if isinstance(output, torch.Tensor):
         yield output

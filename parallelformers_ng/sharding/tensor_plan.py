@@ -20,21 +20,20 @@ class Shard:
     dim: int | None = None  # the dimension that is cut, or None if the rank holds the whole tensor
     # the ranges held along `dim`, in the order in which the rank concatenates them. Ranges may repeat.
     ranges: tuple[Range, ...] = ()
-    # whether the rank holds zeros of that shape instead of values: for a bias that another rank adds, or for the output
-    # rows of a rank without heads
+    # Whether the rank holds zeros instead of the values, so that it adds nothing to a sum over the ranks: for a bias
+    # that rank 0 adds, or on a rank without heads.
     zero: bool = False
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of this rank's part of a tensor with the shape `whole`."""
+        """Return the shape of this shard of a tensor whose whole shape is `whole`."""
         if self.dim is None:
             return whole
         return (*whole[: self.dim], width_of(self.ranges), *whole[self.dim + 1 :])
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the whole tensor `tensor`, on the same device.
+        """Return this shard of a whole tensor, on the same device.
 
-        The result is `tensor` itself for a whole part, a view for one range, and a new tensor for several ranges or
-        zeros.
+        The result is `tensor` itself if it is not cut, a view for one range, and otherwise a new tensor.
         """
         if self.zero:
             return torch.zeros(self.shape(tuple(tensor.shape)), dtype=tensor.dtype, device=tensor.device)
@@ -77,7 +76,6 @@ class TensorPlan:
 
 
 def bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the bytes of a tensor with a shape and a data type."""
     return math.prod(shape) * dtype.itemsize
 
 

@@ -1,4 +1,4 @@
-"""Defines the places of weights that do not fit on the devices. Pure data, made by `offload/assignment.py`."""
+"""Defines where weights that do not fit on the devices are kept. Pure data, made by `offload/assignment.py`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Place = Literal["device", "cpu", "disk"]
 
 @dataclass(frozen=True)
 class Tiers:
-    """The place of each layer's weights. Tensors outside of layers (embeddings, head, buffers) are on the devices."""
+    """Where each rank keeps each layer's weights. Embeddings, head and buffers are always on the devices."""
 
-    # path of each layer that may be off the devices → names of its stored tensors, in the model's order
+    # path of each layer that may be in RAM or on disk → names of its stored tensors, in the model's order
     layers: dict[str, list[str]]
-    places: list[dict[str, Place]]  # for each rank, path of a layer of which the rank holds a part → place of that part
+    places: list[dict[str, Place]]  # for each rank, path of a layer → where the rank keeps its shards of the layer
     is_cuda: bool  # whether the ranks compute on CUDA devices; if so, weights in RAM are copied to the devices
     # folder for files of weights on disk; None if the caller gave no folder, and no weights are on disk
     folder: str | None

@@ -1,4 +1,4 @@
-"""Groups the rules of a policy that belong together, and finds the modules that compute on one rank's part of a result.
+"""Groups the rules that must be applied together into units, and finds modules that see only a part of a result.
 
     hidden ─► [q k v] ─► heads ─► [o] ─► hidden ─► [gate up] ─► columns ─► [down] ─► hidden
               └──── one unit ────┘                 └─────── another unit ──────┘
@@ -25,12 +25,12 @@ class CutUnit:
     """Rules that are applied together or not at all."""
 
     paths: tuple[str, ...]  # paths of the rules beneath the block, in the policy's order
-    root: str  # path beneath the block of the smallest module that contains all layers of the rules
-    others: tuple[str, ...] = ()  # roots of the policy's other units, except "" and `root`
-    is_attention: bool = False  # whether the unit is counted in heads
+    root: str  # path, beneath the block, of the smallest module that contains all layers of the rules
+    others: tuple[str, ...] = ()  # `root` of each other unit of the policy that has another root, except ""
+    is_attention: bool = False  # whether the unit's layers are cut by whole heads
 
     def not_stock(self, draft: Draft, block: str, layers: Iterable[str]) -> str:
-        """Return the name and the code of a module that computes on parts and runs foreign code; "" if there is none.
+        """Return why the unit may not be cut: a module in it runs foreign code; "" if none does.
 
         Layers are checked even if a proof has run their code: a partial sum may exceed a bound that the twin's numbers
         never reach.
@@ -76,8 +76,8 @@ def units_of(policy: type[Policy], heads: Collection[str]) -> list[CutUnit]:
 
 
 def attention_of(path: str, rule: Rule, heads: Iterable[str]) -> str:
-    """Return the path of the attention that counts a rule's layer: the attention that the rule names, or the nearest at
-    or above `path`; "?" if there is none."""
+    """Return the path of the `Heads` rule for a rule's layer: the one it names, or the nearest at or above `path`; "?"
+    if there is none."""
     named: str | None = getattr(rule, "heads", None)
     if named is not None:
         return named

@@ -23,11 +23,11 @@ from parallelformers_ng.sharding.policy import Rule
 
 
 class VocabularyParallelEmbedding(ParallelLayer):
-    """An embedding that looks up the ids of this rank's rows, gives zeros for all other ids, and sums over the ranks.
+    """An embedding of which each rank holds some rows (Megatron-LM, arXiv:1909.08053, §3).
 
-    Megatron-LM cuts embeddings in the same way (arXiv:1909.08053, §3). `forward` takes ids `[…]` of an integer type,
-    and returns vectors `[…, width]`, equal on all ranks. On CPU, `forward` raises IndexError for an id outside the
-    vocabulary. On other devices the request fails at its end; see `look_ups`.
+    Each rank looks up the ids of its rows and takes zeros for all other ids; the ranks sum the vectors. `forward` takes
+    ids `[…]` and returns vectors `[…, width]`, equal on all ranks. For an id outside the vocabulary it raises
+    IndexError on CPU; on other devices the request raises IndexError at its end.
     """
 
     takes_part = False
@@ -41,7 +41,7 @@ class VocabularyParallelEmbedding(ParallelLayer):
         if rows == 0:
             vectors = self.weight.new_zeros(*input.shape, self.weight.shape[1])
         elif high < start or low >= start + rows:
-            vectors = self._look_up(torch.zeros_like(input)).zero_()  # a read of `weight` may decode all of it
+            vectors = self._look_up(torch.zeros_like(input)).zero_()  # cheaper than reading the dtype of `weight`
         elif low >= start and high < start + rows:
             vectors = self._look_up(input - start)
         else:
@@ -54,8 +54,8 @@ class VocabularyParallelEmbedding(ParallelLayer):
         return super().forward(rows)
 
     def _in_range(self, ids: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-        """Check ids, because an id outside the vocabulary would give zeros on every rank. On CPU and in compiled code
-        such an id is an error; on other devices it is clamped and recorded."""
+        """Return ids, and bounds for their values. Ids outside the vocabulary would give zeros on every rank: they are
+        an error on CPU and in compiled code, and are clamped and recorded on other devices."""
         size = sum(self.gathered_sizes)
         if is_compiling():
             torch._assert_async(((ids >= 0) & (ids < size)).all())
@@ -80,8 +80,8 @@ class QuantizedEmbeddingParallel(VocabularyParallelEmbedding):
 
 @dataclass(frozen=True)
 class Vocabulary(Rule):
-    """Cut an embedding by rows: each rank looks up the ids of its rows, and the ranks sum the results. Needed for
-    tables that the model does not name as its input embeddings."""
+    """Cut an embedding by rows: each rank looks up the ids of its rows, and the ranks sum the results. The rule is
+    needed only for embeddings that the model's `get_input_embeddings` does not return."""
 
     def apply(self, draft: Draft, path: str) -> None:
         module: Any = draft.modules[path]
@@ -98,7 +98,7 @@ def cut_rows(draft: Draft, path: str, cls: type[ParallelLayer]) -> None:
     for name in ("weight", "bias"):
         if module._parameters.get(name) is not None:
             draft.cut(f"{path}.{name}", 0, ranges)
-    # torch would check `padding_idx` against this rank's rows; only gradients need it
+    # Without None, torch would refuse a `padding_idx` beyond this rank's rows. Only gradients need `padding_idx`.
     padding: dict[str, Any] = {"padding_idx": None} if issubclass(cls, VocabularyParallelEmbedding) else {}
     draft.layer(path, cls, gathered_sizes=tuple(map(width_of, ranges)), **padding)
 
@@ -142,7 +142,7 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 def _ask(accessor: object) -> nn.Module | None:
-    """Call a `get_…_embeddings` method; return None if it raises, as many classes without embeddings do."""
+    """Call `get_input_embeddings` or `get_output_embeddings`; return None if the model's class does not support it."""
     try:
         return accessor()  # type: ignore[operator]
     except (NotImplementedError, AttributeError):

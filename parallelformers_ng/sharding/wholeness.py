@@ -20,17 +20,17 @@ from parallelformers_ng.sharding.tensors import is_within
 
 
 class Alone(Enum):
-    """The kind of result of a module that is called alone, with whole inputs."""
+    """Whether a module that the caller calls alone returns its whole result, or each rank only a part of it."""
 
     WHOLE = auto()
     PART = auto()
     UNSURE = auto()
-    """The module has layers that make parts, and layers that sum parts. Only the ranks' results decide."""
+    """The plan does not tell, because the module both splits and sums results; the ranks compare their results."""
 
 
 def alone(plan: ShardPlan, path: str) -> Alone:
     cut = [layer for layer in plan.layers if is_within(layer.path, path)]
-    layers = [layer for layer in cut if layer.cls is not StoredInParts]  # such a layer gathers its parameters
+    layers = [layer for layer in cut if layer.cls is not StoredInParts]  # StoredInParts layers return whole results
     whole = [layer.path for layer in layers if not layer.takes_part and not layer.gives_part]
     here = [layer for layer in layers if layer.path == path]
     if here and whole.count(path) == len(here):
@@ -43,20 +43,20 @@ def alone(plan: ShardPlan, path: str) -> Alone:
     return Alone.UNSURE if opens and closes else Alone.PART
 
 
-_SAMPLE = 4096  # about so many numbers of a tensor are compared
+_SAMPLE = 4096  # number of elements of a tensor that the ranks compare, to save time
 _TOLERANCE = 1e-3
 
 
 def check_is_whole(output: Any, communicator: Communicator, path: str) -> None:
-    """Compare the ranks' results of a module that was called alone. All ranks must call this function together.
+    """Raise ParallelError if a module's results differ between ranks, because then each rank has only a part.
 
-    About 4096 numbers of each tensor are compared, with a relative tolerance of 1e-3.
+    A collective. About 4096 numbers of each tensor are compared, with a relative tolerance of 1e-3.
     """
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     if not tensors:
         return
     digests = torch.stack([_digest(tensor) for tensor in tensors])
-    # Ranks may even return different numbers of tensors, so the ranks compare these numbers first.
+    # The ranks compare how many tensors they have first, because `all_gather` needs equal shapes.
     size = torch.tensor([float(digests.shape[0])], device=digests.device)
     sizes = communicator.all_gather(size)
     same = bool((sizes == sizes[0]).all())
@@ -75,8 +75,8 @@ def part_refusal(path: str) -> str:
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return four numbers by which tensors are compared: the size, and the sums of a sample's absolute values, squares,
-    and absolute values weighted by position."""
+    """Return four numbers that stand for a tensor when ranks compare it: its size, and three sums of a sample: of
+    absolute values, of squares, and of absolute values weighted by position."""
     sample = tensor.detach().flatten()[:: max(1, tensor.numel() // _SAMPLE)]
     sizes = sample.abs().float().nan_to_num(0.0, 0.0)
     order = torch.linspace(0.5, 1.5, sizes.numel(), device=sizes.device)

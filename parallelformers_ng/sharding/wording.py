@@ -14,7 +14,7 @@ def pattern_of(name: str) -> str:
 
 
 def human_bytes(count: float) -> str:
-    """Return bytes as a short text in decimal units, as disks and Parallelformers' tables count: `2.72 GB`."""
+    """Return bytes as a short text in decimal units, such as "2.72 GB"."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.2f} {unit}"
