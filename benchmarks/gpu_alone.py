@@ -82,11 +82,11 @@ class RankAlone(ProfilesSteps, ModelRunner):
     def generate(self, ids: torch.Tensor, tokens: int) -> list[float]:
         """Run a call of `generate`; return the times of its tokens. The first is that of the prompt."""
         self.emit.times = []
-        how = {"max_new_tokens": tokens, "min_new_tokens": tokens, "use_cache": True, **gpu.HOW}
+        arguments = {"max_new_tokens": tokens, "min_new_tokens": tokens, "use_cache": True, **gpu.HOW}
         captured = self.device.type == "cuda"
         if captured:
-            how |= {"cache_implementation": "static", **CAPTURED.options}
-        call = Call("", "generate", (ids.to(self.device, copy=True),), how, streams=True, captured=captured)
+            arguments |= {"cache_implementation": "static", **CAPTURED.options}
+        call = Call("", "generate", (ids.to(self.device, copy=True),), arguments, streams=True, captured=captured)
         answer = self.run(replace(call, rng=torch.get_rng_state().numpy().tobytes()))
         if captured and answer is not None and answer.uncaptured:  # type: ignore[union-attr]
             raise ValueError(f"the steps were not captured: {answer.uncaptured}")  # type: ignore[union-attr]

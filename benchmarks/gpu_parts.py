@@ -127,13 +127,13 @@ class Times(BaseStreamer):
 
 
 @contextlib.contextmanager
-def deployed(options: argparse.Namespace, weights: str = "bf16", runner: str = "", **how: Any) -> Iterator[Any]:
+def deployed(options: argparse.Namespace, weights: str = "bf16", runner: str = "", **settings: Any) -> Iterator[Any]:
     """Yield a model of this library with one worker; `runner` replaces the worker's class."""
     usual, groups.RUNNER = groups.RUNNER, runner or groups.RUNNER
     workers, quantize = {"device": options.device}, None if weights == "bf16" else weights
     try:
         model = parallelize(
-            gpu.build(options.shape, options.device), 1, workers=workers, quantize=quantize, progress=False, **how
+            gpu.build(options.shape, options.device), 1, workers=workers, quantize=quantize, progress=False, **settings
         )
     finally:
         groups.RUNNER = usual
@@ -184,10 +184,10 @@ def profile(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any
 
         def measured() -> dict[str, float]:
             group, ids = deployment_of(model).replicas[0].group, torch.arange(PROMPT)[None].remainder(200) + 3
-            how = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, **gpu.HOW}
-            model.generate(ids, **how)  # captures
+            settings = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, **gpu.HOW}
+            model.generate(ids, **settings)  # captures
             group.call("begin_profile")
-            model.generate(ids, **how)
+            model.generate(ids, **settings)
             table, microseconds = group.call("end_profile")
             print(table, flush=True)
             if options.device == "cuda" and not microseconds:

@@ -37,13 +37,13 @@ class CutUnit:
         """
         root = dotted(block, self.root)
         others = [dotted(block, other) for other in self.others]
-        found = [path for path in layers if path in draft.modules or draft.tensor(path) is not None]
-        names = {path.rpartition(".")[2] for path in found} | {"weight"}
+        paths = [path for path in layers if path in draft.modules or draft.tensor(path) is not None]
+        names = {path.rpartition(".")[2] for path in paths} | {"weight"}
         for path, reason in draft.foreign.items():
             inside = is_within(path, root) and not any(is_within(path, other) for other in others)
             if inside or (is_within(root, path) and names & names_of(draft.modules[path])):
                 return f"{path or 'the model'}: {reason}"
-        inner = (path for path in found if path in draft.modules and draft.modules[path]._parameters)
+        inner = (path for path in paths if path in draft.modules and draft.modules[path]._parameters)
         reasons = ((path, foreign_layer(draft.modules[path])) for path in inner)
         return next((f"{path}: {reason}" for path, reason in reasons if reason), "")
 

@@ -42,14 +42,14 @@ def _reduce_cached(function: Any) -> Any:
 
 
 def _cached_property(function: Any, name: str | None) -> Any:
-    found = functools.cached_property(function)
-    found.attrname = name
-    return found
+    prop = functools.cached_property(function)
+    prop.attrname = name
+    return prop
 
 
-def _reduce_cached_property(found: Any) -> tuple[Any, ...]:
+def _reduce_cached_property(prop: Any) -> tuple[Any, ...]:
     """Reduce a cached property without its lock, which Python 3.11 gives it."""
-    return _cached_property, (found.func, found.attrname)
+    return _cached_property, (prop.func, prop.attrname)
 
 
 _reduce_code = cloudpickle.Pickler.dispatch_table[types.CodeType]

@@ -141,7 +141,7 @@ def test_one_rank_of_each_number_is_measured(tmp_path: Path) -> None:
 
 
 def test_a_rank_alone_holds_its_part() -> None:
-    found, whole = json.loads(run_alone("shapes").splitlines()[-1]), gpu.SHAPES["tiny"]
-    assert found["q"] == [whole["hidden_size"] // 2, whole["hidden_size"]]
-    assert found["down"] == [whole["hidden_size"], whole["intermediate_size"] // 2]
-    assert found["said"] == found["held"]
+    rank_part, whole = json.loads(run_alone("shapes").splitlines()[-1]), gpu.SHAPES["tiny"]
+    assert rank_part["q"] == [whole["hidden_size"] // 2, whole["hidden_size"]]
+    assert rank_part["down"] == [whole["hidden_size"], whole["intermediate_size"] // 2]
+    assert rank_part["said"] == rank_part["held"]

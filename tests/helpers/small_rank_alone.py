@@ -25,9 +25,9 @@ def shapes() -> None:
     options: Any = SimpleNamespace(shape="tiny", device="cpu")
     with gpu_alone.rank_alone(options, 2, "bf16") as (rank, nbytes):
         layer, embedding = rank.model.model.layers[0], rank.model.model.embed_tokens.weight
-        held = sum(each.nbytes for each in (*rank.model.parameters(), *rank.model.buffers()))
-        found = {"q": layer.self_attn.q_proj.weight.shape, "down": layer.mlp.down_proj.weight.shape}
-        print(json.dumps(found | {"said": nbytes, "held": held - embedding.nbytes}))
+        nbytes_held = sum(each.nbytes for each in (*rank.model.parameters(), *rank.model.buffers()))
+        rank_part = {"q": layer.self_attn.q_proj.weight.shape, "down": layer.mlp.down_proj.weight.shape}
+        print(json.dumps(rank_part | {"said": nbytes, "held": nbytes_held - embedding.nbytes}))
 
 
 if __name__ == "__main__":

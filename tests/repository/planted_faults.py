@@ -57,9 +57,9 @@ def main(names: list[str]) -> int:
         with tempfile.TemporaryDirectory() as folder:
             tree = copy_of_the_tree(folder)
             plant(tree, fault)
-            found = failed_test(tree, fault["tests"]) or failed_test(tree, ["-n", "2", "--dist", "loadfile"])
-        print(f"{name:28s} {found or 'NOT FOUND'}", flush=True)
-        missed += [] if found else [name]
+            failure = failed_test(tree, fault["tests"]) or failed_test(tree, ["-n", "2", "--dist", "loadfile"])
+        print(f"{name:28s} {failure or 'NOT FOUND'}", flush=True)
+        missed += [] if failure else [name]
     return 1 if missed else 0
 
 

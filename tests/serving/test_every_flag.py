@@ -68,9 +68,9 @@ def test_limits_act(tmp_path: Path):
         assert "localhost" in line or "127.0.0.1" in line
         assert client.get("/v1/models").status_code == 401
         client.headers["Authorization"] = "Bearer key"
-        asked = {"prompt": "x", "max_tokens": 1}
-        assert _status(client, "/v1/completions", **asked, logprobs=1) == 200
-        assert _status(client, "/v1/completions", **asked, logprobs=2) == 400
+        prompt = {"prompt": "x", "max_tokens": 1}
+        assert _status(client, "/v1/completions", **prompt, logprobs=1) == 200
+        assert _status(client, "/v1/completions", **prompt, logprobs=2) == 400
         assert _status(client, "/v1/completions", prompt="x" * 5000, max_tokens=1) == 413
         assert _status(client, "/v1/completions", prompt=["x"] * 5, max_tokens=1) == 503
         process.terminate()
