@@ -28,7 +28,7 @@ class CodeCheck:
     def __init__(self, model: PreTrainedModel, plan: ShardPlan, selection: Selection | None) -> None:
         self._model_class = type(model)
         self._config = model.config
-        self.edits = LiveEdits(model)  # code that the program changed after the class built the model
+        self.edits = LiveEdits(model)  # methods and modules that the user's program replaced after the model was built
         self._plan = plan
         self._selection = selection
         classes = {path: type(module) for path, module in model.named_modules()}

@@ -33,7 +33,7 @@ def shrink_layers(config: Any, fewest: int, shapes: Shapes) -> None:
 
 def _shrink_count(config: Any, name: str, count: int, fewest: int, shapes: Shapes) -> None:
     """Reduce the attribute `name`, which counts `count` layers, as far as other settings allow."""
-    if 0 < (once := number(config, _ONCE)) < count:  # 128 and 16: 16 layers run 8 times each
+    if 0 < (once := number(config, _ONCE)) < count:  # count 128 and once 16: the model has 16 layers, each run 8 times
         put(config, _ONCE, min(fewest, once))
         put(config, name, count // once * min(fewest, once))
         return

@@ -28,7 +28,7 @@ from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 _COMFORTABLE = 8_000_000
 _LARGEST = 60_000_000
 _DEEPEST = 8  # a twin gets at most 8 layers, if that many are needed to include more kinds of layers
-_SECONDS = 3.0  # after 3 s of processor time, a twin of which only parts run is accepted, instead of a larger twin
+_SECONDS = 3.0  # CPU time after which a small copy that runs only in parts is good enough, and no larger copy is made
 # Sizes of twins to try in this order, first those with at most _COMFORTABLE parameters, then with at most _LARGEST.
 _SHRINKS: Sequence[Shrinking] = (
     Shrinking(),

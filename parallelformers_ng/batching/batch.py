@@ -82,7 +82,7 @@ class Batch:
         pause, arrived = min(self._budget.step_seconds / 4, _LONGEST_PAUSE), 0
         try:
             self._is_gathering = True
-            time.sleep(0)  # lets other threads run, which may announce calls
+            time.sleep(0)  # lets other threads run, which may be about to begin calls of `generate`
             while (len(coming) or (was_shared and arrived < len(self._arrived))) and time.monotonic() < end:
                 arrived = len(self._arrived)
                 time.sleep(pause)

@@ -43,7 +43,7 @@ class Trial:
 
     Args:
         at_once: whether the first call waits for the result. If not, calls run one after another until the proof ends.
-        edits: code that the program changed after the class built the model.
+        edits: methods and modules that the user's program replaced after the model was built.
 
     Attributes:
         is_due: whether the proof has begun or must begin with the next call.

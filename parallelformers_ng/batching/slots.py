@@ -68,7 +68,7 @@ class Slots:
         return self.columns < self._static.length and self._static.layers[0].whole is self._memory[0]
 
     def may_put(self, columns: int, count: int) -> bool:
-        """Whether `put` can add rows of `columns` columns without moving other rows; `count` slots are then in use."""
+        """Whether `put` can add rows of `columns` tokens, so that `count` slots are in use afterwards, and move no row."""
         return self.has_room and columns <= self.columns and count <= len(self._mask)
 
     def put(self, cache: Any, mask: torch.Tensor, places: list[int]) -> None:
@@ -131,9 +131,10 @@ class CapturedRows:
         self._steps = steps
 
     def moved(self, growing: GrowingRows, positions: int, max_rows: int) -> Slots | None:
-        """Move rows to slots of a static cache of at most `positions` rows × tokens; None if `growing` keeps the rows.
+        """Move the rows to a static cache of at most `positions` tokens in all its slots together. Return None if the
+        rows should stay in `growing`.
 
-        There are slots for `max_rows` rows, unless that many slots have more than `MAX_POSITIONS` positions.
+        The cache has `max_rows` slots; fewer, if so many would hold more than `MAX_POSITIONS` tokens.
         """
         rows, columns = growing.mask.shape
         needed = columns + columns // _SPARE + 1

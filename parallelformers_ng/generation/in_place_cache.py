@@ -250,9 +250,10 @@ def extended(
 
 
 def spread(layer: Any, rows: int, columns: int) -> None:
-    """Enlarge a layer to `rows` sequences and `columns` tokens: zeros follow its sequences, and precede its tokens.
+    """Enlarge a layer of a KV cache to `rows` sequences and `columns` tokens. New sequences are zeros at the end, new
+    tokens are zeros at the start of each sequence.
 
-    On CPU, the memory has room for twice as many sequences, so that later sequences need no copy.
+    On CPU, memory for twice as many sequences is allocated, so that later sequences need no copy.
     """
     own: _Room | None = getattr(layer, "_room", None)
     before, *_, tokens, _ = layer.keys.shape

@@ -72,7 +72,7 @@ def is_part(obj: Any, with_modules: bool) -> bool:
 
 
 def attributes_of(part: Any) -> dict[str, Any]:
-    """Return a copy of those attributes of a mutable object whose changes are copied between caller and workers."""
+    """Return a shallow copy of the attributes of an object that the caller and the workers keep equal."""
     if isinstance(part, Names):
         space = part.namespace
         return {name: space[name] for name in sorted(part.names) if name in space and not isinstance(space[name], CODE)}

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parallelformers_ng.generation.wrapping import wrap_once
 
-# Next to indices of these types, a slice selects the same elements as a list of one number.
+# If all other indices are of these types, the index `[n]` selects the same elements as the slice `n : n + 1`.
 _BASIC = {int, slice, type(None), type(...)}
 
 

@@ -118,7 +118,8 @@ def _number(name: str) -> int:
 
 
 class Torchrun(Launcher):
-    """A `Launcher` for a torchrun job, whose agents already run and connect when this process starts a group.
+    """A `Launcher` for a torchrun job. torchrun has started the other processes, which run this library's agents and
+    connect to this process when it starts a group.
 
     The agents end with this process. If an agent dies, torchrun ends the job. If the job has several nodes, the first
     object of this class publishes the address of this process in torchrun's store.

@@ -1,5 +1,7 @@
 """Llama's decoder layer for one new token of each sequence on a CUDA device, in ten kernels: Triton's and torch's."""
 
+# The kernels of a decoder layer in a decode step:
+#
 # 1. Residual + norm.
 # 2. q, k, v: quantized weights in one kernel, others as `side_by_side.py` computes them.
 # 3. Positions of q and k, and the write of k and v into the cache.

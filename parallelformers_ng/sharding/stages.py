@@ -73,10 +73,11 @@ def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: flo
     sizes = [list(enumerate(filled(start), start + 1)) for start in range(count)]
 
     def cheapest(cost: Callable[[float, float], float], limit: float) -> list[dict[int, tuple[float, int]]]:
-        """Find the cheapest divisions by dynamic programming, from the last stage to the first.
+        """Divide the parts into stages by dynamic programming, from the last stage to the first.
 
-        For each stage, return: first unit of the stage → (least cost of this and later stages, end of the stage).
-        `cost` takes the fullness of a stage and the cost of later stages. No stage is fuller than `limit`.
+        For each stage, return: first part of the stage → (least cost of this and later stages, first part of the next
+        stage). `cost` takes the fullness of a stage (bytes ÷ share of its device) and the cost of later stages. No
+        stage is fuller than `limit`.
         """
         best = [{count: (0.0, count)}]
         for share in reversed(shares):
