@@ -126,7 +126,7 @@ class Rows:
             if not len(self):
                 break
             if self._ahead is not None and isinstance(self._store, Slots):
-                # A row that ends with the step in flight may have filled its slot, so the next step must not write to it.
+                # A row that ends with the step in flight may have filled its slot: the next step must not write there.
                 self._store.leave(place for row, place in self._ahead.places.items() if not row.may_go_on)
             launched, before = self._launch(positions, max_rows), self._ahead
             self._ahead = launched

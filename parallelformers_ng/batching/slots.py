@@ -68,7 +68,7 @@ class Slots:
         return self.columns < self._static.length and self._static.layers[0].whole is self._memory[0]
 
     def may_put(self, columns: int, count: int) -> bool:
-        """Whether `put` can add rows of `columns` tokens, so that `count` slots are in use afterwards, and move no row."""
+        """Whether `put` can add rows of `columns` tokens without moving a row, so that `count` slots are in use."""
         return self.has_room and columns <= self.columns and count <= len(self._mask)
 
     def put(self, cache: Any, mask: torch.Tensor, places: list[int]) -> None:

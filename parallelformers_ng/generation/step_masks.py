@@ -57,7 +57,7 @@ class _Loop:
         self._known: dict[str, tuple[torch.Tensor, bool]] = {}
 
     def prepared(self, prepare: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """Wrap `prepare_inputs_for_generation`: at the prompt note which masks hide no token; in later steps omit them."""
+        """Wrap `prepare_inputs_for_generation`: at the prompt note masks that hide no token; later omit them."""
 
         @functools.wraps(prepare)
         def prepare_known(*args: Any, **kwargs: Any) -> dict[str, Any]:

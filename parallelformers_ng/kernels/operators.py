@@ -30,8 +30,8 @@ except ImportError as error:  # the C kernels were not built, for example withou
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _HAS_TILES, _HAS_PAIRS = (getattr(_decode, name, False) for name in ("HAS_TILES", "HAS_PAIRS"))
-# Whether the CPU has AVX512-BF16 but this package's kernel was compiled without it. torch's products of bfloat16 are then
-# twice as fast as the kernel's.
+# Whether the CPU has AVX512-BF16 but this package's kernel was compiled without it. torch's products of bfloat16 are
+# then twice as fast as the kernel's.
 _ONE_BY_ONE = torch.cpu._is_avx512_bf16_supported() and not (_HAS_TILES or _HAS_PAIRS)
 # Largest number of rows that the kernel multiplies; torch multiplies more rows as fast or faster. If the processor
 # multiplies bfloat16, the kernel is as fast as torch, and the limit only bounds its memory.
