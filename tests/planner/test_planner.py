@@ -183,7 +183,10 @@ def test_too_large_batch_names_one_that_fits(small_device: None) -> None:
     full = forecast(model, device="small", num_gpus=1, batch=500, length=64)
     (line,) = [note for note in full.notes if "sequences at a time" in note]
     count = int(line.split()[2])
-    assert forecast(model, device="small", num_gpus=1, batch=count, length=64).best is not None
+    largest = forecast(model, device="small", num_gpus=1, batch=count, length=64).best
+    assert largest is not None
+    memory = largest.memory
+    assert memory.weights + memory.caches + memory.activations <= memory.room
     assert forecast(model, device="small", num_gpus=1, batch=count + 1, length=64).best is None
 
 
