@@ -26,7 +26,7 @@ def main() -> None:
     import parallelformers_ng
     from parallelformers_ng.collectives.shared_memory import is_built
 
-    assert EXAMPLES.parent not in Path(parallelformers_ng.__file__).parents, "the clone is imported, not the wheel"
+    assert Path(sys.prefix) in Path(parallelformers_ng.__file__).parents, "the clone is imported, not the wheel"
     assert is_built(), "the wheel has no kernels"
     subprocess.run([sys.executable, "-P", EXAMPLES / "demo.py"], check=True, timeout=600)
     restart()
