@@ -27,6 +27,7 @@ from parallelformers_ng.sharding.pipeline import in_stages
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Selection
 from parallelformers_ng.sharding.rules import Policy
+from parallelformers_ng.sharding.tensors import is_within
 from parallelformers_ng.sharding.units import and_above
 from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
@@ -93,8 +94,8 @@ def prove_live_code(
         return selection  # no layer stays whole because of foreign code, so a proof would not change the plan
 
     def proves() -> bool:
-        twin = twin_of(model)
-        return _runs_foreign_code(twin) and not Trials(twin, proven, world_size, parts).objection()
+        trials = Trials(twin_of(model), proven, world_size, parts)
+        return _runs_foreign_code(trials) and not trials.objection()
 
     question = ("live code", world_size, tuple(parts), selection)
     try:
@@ -104,10 +105,12 @@ def prove_live_code(
     return proven if fits else selection
 
 
-def _runs_foreign_code(twin: Twin) -> bool:
-    """Whether a twin that may run only in parts runs all modules with foreign code."""
-    paths = {probe.path for probe in twin.probes}
-    return all(paths.intersection(and_above(path)) for path in foreign_modules(twin.model))
+def _runs_foreign_code(trials: Trials) -> bool:
+    """Whether a twin that may run only in parts runs all modules with foreign code in blocks that would be sharded."""
+    paths = {probe.path for probe in trials.twin.probes}
+    units = trials.plan([], trials.base.vocabulary, trials.base.leftovers).units
+    foreign = (path for path in foreign_modules(trials.twin.model) if any(is_within(path, unit) for unit in units))
+    return all(paths.intersection(and_above(path)) for path in foreign)
 
 
 def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:

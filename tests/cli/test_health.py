@@ -38,10 +38,12 @@ def test_ranks_of_a_running_request_are_shown(forks, capsys, monkeypatch):
 
         thread = threading.Thread(target=call)
         thread.start()
-        time.sleep(0.5)
-        text = shown(capsys, os.getpid())
-        assert f"parallelformers-ng: rank 0 of 2, for process {os.getpid()}\n" in text
         waits, late = (f"rank {rank} \\(pid {pid}, S \\(sleeping\\), " for rank, pid in enumerate(group.pids))
+        end, text = time.monotonic() + 20, ""
+        while not (re.search(waits, text) and re.search(late, text)) and time.monotonic() < end:  # a rank may still run
+            time.sleep(0.2)
+            text = shown(capsys, os.getpid())
+        assert f"parallelformers-ng: rank 0 of 2, for process {os.getpid()}\n" in text
         last = "the last all_reduce of 1 numbers, runs 'late_to_meet'\\):\n"
         assert re.search(waits + "2 steps of collectives, " + last + "  .*/shared_memory.py, line .*, in sum\n", text)
         assert re.search(late + "1 steps of collectives, " + last + "  .*_target.py, line .*, in late_to_meet\n", text)
