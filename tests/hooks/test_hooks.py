@@ -451,3 +451,19 @@ def test_compiled_steps_stand_back(groups: Groups, caplog: pytest.LogCaptureFixt
         assert torch.equal(model.generate(**text_inputs(), **GREEDY), tokens)
     assert_same(got, want)
     assert "forward hook" in caplog.text
+
+
+def test_hook_that_removes_itself_runs_once(groups: Groups) -> None:
+    with parallelize(decoder("Llama"), workers=groups(2)) as model:
+        layer, calls = model.model.layers[0], []
+
+        def once(*_: Any) -> None:
+            calls.append("called")
+            handle.remove()
+
+        handle = layer.register_forward_hook(once)
+        with torch.no_grad():
+            for _ in range(2):
+                model(**text_inputs())
+        assert calls == ["called"]
+        assert not layer._forward_hooks
