@@ -40,7 +40,7 @@ def failed_test(tree: Path, arguments: list[str]) -> str:
     )
     if ran.returncode == 0:
         return ""
-    failures = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    failures = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED tests", "ERROR tests"))]
     return failures[0].split(" - ")[0] if failures else ran.stdout[-300:] + ran.stderr[-300:]
 
 
