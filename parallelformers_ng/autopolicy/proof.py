@@ -107,10 +107,10 @@ def prove_live_code(
 
 def _runs_foreign_code(trials: Trials) -> bool:
     """Whether a twin that may run only in parts runs all modules with foreign code in blocks that would be sharded."""
-    paths = {probe.path for probe in trials.twin.probes}
-    units = trials.plan([], trials.base.vocabulary, trials.base.leftovers).units
-    foreign = (path for path in foreign_modules(trials.twin.model) if any(is_within(path, unit) for unit in units))
-    return all(paths.intersection(and_above(path)) for path in foreign)
+    run = {probe.path for probe in trials.twin.probes}
+    unrun = [path for path in foreign_modules(trials.twin.model) if run.isdisjoint(and_above(path))]
+    units = trials.plan([], trials.base.vocabulary, trials.base.leftovers).units if unrun else ()
+    return not any(is_within(path, unit) for path in unrun for unit in units)
 
 
 def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -74,15 +75,16 @@ class LiveCode:
     def words(self) -> frozenset[str]:
         """Names and strings in the user's code that the model may run."""
         if self._words[0] != self.count:
-            functions = {function for slot in self._slots.values() for function in slot.functions}
-            self._words = self.count, frozenset(words_of_program((*functions, *self._functions)))
+            self._words = self.count, frozenset(words_of_program((*self._functions_of_slots(), *self._functions)))
         return self._words[1]
 
     @property
     def names(self) -> frozenset[str]:
         """Names in all code that the model may run, including code of libraries."""
-        functions = {function for slot in self._slots.values() for function in slot.functions}
-        return frozenset().union(*(names_in(function.__code__) for function in functions))
+        return frozenset().union(*(names_in(function.__code__) for function in self._functions_of_slots()))
+
+    def _functions_of_slots(self) -> set[FunctionType]:
+        return {function for slot in self._slots.values() for function in slot.functions}
 
     def compare(self, differences: Callable[[Digests], Digests]) -> CodeChanges | None:
         """Return the code that the ranks import differently. `differences` sends digests to a rank for comparison.

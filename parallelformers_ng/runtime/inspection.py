@@ -13,7 +13,7 @@ from pathlib import Path
 from parallelformers_ng.collectives.arena import WORLD_SIZE_WORD, Arena
 from parallelformers_ng.collectives.control_groups import kernel_text
 from parallelformers_ng.errors import GroupError
-from parallelformers_ng.runtime.tracebacks import report
+from parallelformers_ng.runtime.tracebacks import report, status_of
 from parallelformers_ng.runtime.worker_process import Worker
 
 _LOG = re.compile(r"/memfd:parallelformers_ng-rank-(\d+) ")
@@ -30,7 +30,7 @@ class ForeignRank(Worker):
     def request_traceback(self) -> Callable[[], str]:
         size = len(self._written())
         # SIGUSR1 would end a process that has no handler yet.
-        if int(_status(self.pid, "SigCgt") or "0", 16) >> (signal.SIGUSR1 - 1) & 1:
+        if int(status_of(self.pid, "SigCgt") or "0", 16) >> (signal.SIGUSR1 - 1) & 1:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGUSR1)
         return lambda: self._written()[size:].decode(errors="replace")
@@ -51,8 +51,8 @@ def reports_of(pid: int) -> list[str]:
         raise GroupError(f"process {pid} cannot be inspected, because it belongs to another user") from None
     groups: dict[int, list[ForeignRank]] = defaultdict(list)
     for other in map(int, filter(str.isdecimal, os.listdir("/proc"))):
-        parent = _status(other, "PPid")
-        is_near = str(pid) in (parent, _status(parent, "PPid"))  # ranks are forks of a fork server, or children
+        parent = status_of(other, "PPid")
+        is_near = str(pid) in (parent, status_of(parent, "PPid"))  # ranks are forks of a fork server, or children
         mapped = _MAPPED.search(kernel_text(f"/proc/{other}/maps")) if is_near else None
         if mapped is not None and int(mapped[1]) in arenas:
             with contextlib.suppress(OSError, IndexError):  # the rank has ended
@@ -69,11 +69,6 @@ def _report(ranks: list[ForeignRank], arena: Path) -> str:
         world_size = int.from_bytes(os.pread(file.fileno(), 8, 8 * WORLD_SIZE_WORD), "little")
         text = report(ranks, Arena(file.fileno(), world_size))
     return f"{kernel_text(f'/proc/{ranks[0].pid}/cmdline').rstrip(chr(0))}\n{text}"
-
-
-def _status(pid: object, name: str) -> str:
-    """Return a field of the status of a process; "" if there is no such process."""
-    return kernel_text(f"/proc/{pid}/status").partition(f"\n{name}:\t")[2].partition("\n")[0]
 
 
 def _open_files(pid: int, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:

@@ -54,13 +54,17 @@ def report(workers: Sequence[Worker], arena: Any) -> str:
     return "\n".join(lines)
 
 
+def status_of(pid: object, field: str) -> str:
+    """Return a field of `/proc/PID/status`; "" if there is no such process."""
+    return kernel_text(f"/proc/{pid}/status").partition(f"\n{field}:\t")[2].partition("\n")[0]
+
+
 def _state(worker: Worker, arena: Any, place: int) -> str:
     if worker.host_name is not None:
         return f"on host {worker.host_name}"
-    status = kernel_text(f"/proc/{worker.pid}/status")
-    if not status:
+    state = status_of(worker.pid, "State")
+    if not state:
         return "ended"
-    state = status.partition("State:\t")[2].partition("\n")[0]
     places = place, arena.world_size + place  # of the group, of the stage
     steps = sum(map(arena.counter, places))
     last = " and ".join(filter(None, map(arena.last_collective, places)))

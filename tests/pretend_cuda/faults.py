@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.distributed import DistBackendError
 from transformers import LogitsProcessor
-from transformers.generation.streamers import BaseStreamer
 
 from parallelformers_ng.errors import RequestTimeoutError, WorkerDiedError
+from tests.helpers.cancelling_streamer import Cancels
 from tests.pretend_cuda import process_group
 from tests.pretend_cuda.streams import order
 from tests.zoo.case import VOCABULARY
@@ -82,21 +82,6 @@ KINDS = {
     "NCCL error": Kind(_break_nccl, DistBackendError, "remote process exited"),
     "late rank": Kind(_come_late, RequestTimeoutError, "no answer from ranks", restarts=True),
 }
-
-
-class Cancels(BaseStreamer):
-    """A streamer that cancels its call after some tokens, in the caller."""
-
-    def __init__(self, tokens: int) -> None:
-        self.left = tokens + 1  # the prompt comes first
-
-    def put(self, value: torch.Tensor) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise InterruptedError("enough of it")
-
-    def end(self) -> None:
-        pass
 
 
 def spoil(name: str, arguments: dict[str, Any], step: int) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.generation.streamers import BaseStreamer
 
 from parallelformers_ng import parallelize
 from tests.devices.one_card.expected import greedy, without_ties
 from tests.devices.one_card.place import Place, slow
+from tests.helpers.cancelling_streamer import Cancels
 from tests.zoo.decoders import decoder, gpt2
 from tests.zoo.seq2seq import t5
 
@@ -45,21 +45,6 @@ def test_a_seed_repeats_sampled_tokens(ranks: int, place: Place) -> None:
     with torch.no_grad():
         best = whole(first[:, :-1]).logits[:, -tokens:].topk(6).indices  # one more for a close decision
     assert (best == first[:, -tokens:, None]).any(-1).all()
-
-
-class Cancels(BaseStreamer):
-    """A streamer that ends its call after some tokens."""
-
-    def __init__(self, tokens: int) -> None:
-        self._left = tokens + 1  # the prompt comes first
-
-    def put(self, value: torch.Tensor) -> None:
-        self._left -= 1
-        if self._left < 0:
-            raise InterruptedError("enough of it")
-
-    def end(self) -> None:
-        pass
 
 
 def _unlike_calls(count: int) -> list[dict[str, Any]]:

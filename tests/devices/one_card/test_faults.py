@@ -20,7 +20,7 @@ from parallelformers_ng.model.parallelized import deployment_of
 from tests.devices.one_card.expected import greedy, without_ties
 from tests.devices.one_card.faults import STRIKES, Fault
 from tests.devices.one_card.place import CARD, Place
-from tests.devices.one_card.test_calls import Cancels
+from tests.helpers.cancelling_streamer import Cancels
 from tests.helpers.patience import PROMPTLY, RESTART_SECONDS, await_end, kill, workers_of
 from tests.zoo.case import VOCABULARY
 from tests.zoo.decoders import decoder
