@@ -1,4 +1,7 @@
-"""Runs the commands of `parallelformers-ng`. Each command calls a public function and prints the result."""
+"""Runs the commands of `parallelformers-ng`. Each command calls a public function and prints the result.
+
+`parallelformers-ng COMMAND --help` shows the docstring of the command's function.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from parallelformers_ng import __version__
@@ -44,7 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def plan(options: argparse.Namespace) -> None:
-    """Print the sharding plan of a model and the bytes of each rank; with `--device`, print a forecast instead."""
+    """Print the plan of a model and the bytes of each rank. With --device, print a forecast instead: whether the model
+    fits on the devices, its speed, and the best options. The command reads only the configuration, and needs no weights
+    and no GPU.
+    """
     chosen = {name: value for name, value in vars(options).items() if value is not None}
     layout: dict[str, Any] = {name: chosen[name] for name in ("ratio", "strategy", "tensor") if name in chosen}
     sizes = {name: chosen[name] for name in ("batch", "length") if name in chosen}
@@ -71,7 +77,10 @@ def plan(options: argparse.Namespace) -> None:
 
 
 def policies(options: argparse.Namespace) -> None:
-    """Print every model type with the source of its policy."""
+    """List every model type of the installed transformers with the source of its policy: 'written' (a file in
+    policies/), 'of its parts' (the model only holds other models), 'inferred' (from the model's structure, proven on
+    first use), or 'no modelling code of its own'.
+    """
     from parallelformers_ng.cli.coverage import policy_sources
 
     sources = policy_sources()
@@ -80,7 +89,11 @@ def policies(options: argparse.Namespace) -> None:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Check the policy on a tiny random copy of the model, and print the result."""
+    """Build a tiny random copy of the model with the same class, head counts and layer pattern, run the copy whole and
+    sharded over N ranks, and compare the outputs. With --quantize, also compare a quantized copy. The command reads
+    only the configuration. It prints the sharded and the whole tensors, and reasons. The exit status is 1 if the
+    outputs differ, 2 if the model is refused.
+    """
     from parallelformers_ng.checkpoint.model_class import empty_model
     from parallelformers_ng.cli.coverage import verify_model
 
@@ -91,7 +104,9 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def shard(options: argparse.Namespace) -> None:
-    """Write the shards of a checkpoint to a directory, with one tensor in memory at a time."""
+    """Write the shards of a checkpoint for N ranks, with one tensor in memory at a time, without starting workers. Each
+    worker of parallelize(OUT) then reads only its own files.
+    """
     from parallelformers_ng.model.saving import shard as write_shards
 
     size, arguments = options.max_shard_size, {"revision": options.revision, "quantize": options.quantize}
@@ -99,7 +114,12 @@ def shard(options: argparse.Namespace) -> None:
 
 
 def bench(options: argparse.Namespace) -> None:
-    """Measure and print prefill and decode speeds on the workers and in one process."""
+    """Measure how fast MODEL reads a prompt (prefill) and makes tokens (decode, greedy, one sequence) on N ranks and,
+    in turn, in one process with all threads. Print the tokens per second of the median and the best round. Also print
+    the share of the measured memory bandwidth that decode steps use; a decode step reads every weight once. A
+    config.json or a model type ('llama') gets random weights. Memory must hold two copies of the model, or one copy
+    with --no-baseline. Run no other program during the measurement.
+    """
     from parallelformers_ng.cli import bench as benchmark
 
     arguments = {name: value for name, value in vars(options).items() if name not in ("command", "json")}
@@ -108,7 +128,10 @@ def bench(options: argparse.Namespace) -> None:
 
 
 def health(options: argparse.Namespace) -> int:
-    """Print where the ranks of a running process are."""
+    """Show each group of workers of the process PID: for each rank its process id and state, its steps of collectives,
+    the method that it runs, and a traceback. The process goes on meanwhile, and may hang itself. The exit status is 1
+    if the process has no groups, has ended, or belongs to another user.
+    """
     from parallelformers_ng.runtime.inspection import reports_of
 
     try:
@@ -148,145 +171,73 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
+    def add(run: Callable[[argparse.Namespace], int | None], text: str, *parents: Parser) -> argparse.ArgumentParser:
+        """Add a command with the name of the function `run`, whose docstring is the long help of the command."""
+        command = commands.add_parser(run.__name__, parents=parents, help=text, description=run.__doc__)
+        command.set_defaults(command=run)
+        return command
+
     model = Parser(add_help=False)
     folder = checked(lambda name: folder_of(name, "config.json"))
-    model.add_argument(
-        "model", type=folder, metavar="MODEL", help="a model folder, a config.json or a name on the Hugging Face hub"
-    )
+    about = "a model folder, a config.json or a name on the Hugging Face hub"
+    model.add_argument("model", type=folder, metavar="MODEL", help=about)
     model.add_argument("--num-gpus", type=count, default=2, metavar="N", help="number of ranks (default: 2)")
     model.add_argument("--revision", help="branch, tag or commit of a model on the hub")
     output = Parser(add_help=False)
     output.add_argument("--json", action="store_true", help="print JSON instead of text")
-
-    dtypes: dict[str, Any] = {
-        "metavar": "TYPE",
-        "choices": ("auto", *DTYPES),
-        "type": lambda text: text.removeprefix("torch."),
-    }
     bits = Parser(add_help=False)
-    bits.add_argument(
-        "--quantize", choices=SCHEMES, metavar="SCHEME", help=f"{QUANTIZE_HELP} (default: the model's data type)"
-    )
-
+    about = f"{QUANTIZE_HELP} (default: the model's data type)"
+    bits.add_argument("--quantize", choices=SCHEMES, metavar="SCHEME", help=about)
     policy = Parser(add_help=False)
-    policy_file = checked(lambda path: read_text(path, "policy"))
-    policy.add_argument(
-        "--policy", type=policy_file, metavar="FILE.py", help="your own policies, tried before those of this library"
+    about = "your own policies, tried before those of this library"
+    policy.add_argument("--policy", type=checked(lambda path: read_text(path, "policy")), metavar="FILE.py", help=about)
+    dtype = Parser(add_help=False)
+    about = "data type of the weights: float16, bfloat16, float32 (default: the model's)"
+    dtype.add_argument(
+        "--dtype",
+        choices=("auto", *DTYPES),
+        type=lambda text: text.removeprefix("torch."),
+        metavar="TYPE",
+        help=about,
     )
 
-    command = commands.add_parser(
-        "plan",
-        parents=[model, policy, bits, output],
-        help="print the plan of a model, and the bytes of each rank",
-        description="Print the plan of a model and the bytes of each rank. With --device, print a forecast instead:"
-        " whether the model fits on the devices, its speed, and the best options. The command reads only the"
-        " configuration, and needs no weights and no GPU.",
-    )
-    command.add_argument(
-        "--dtype", **dtypes, help="count bytes for this type: float16, bfloat16, float32 (default: the model's)"
-    )
-    command.add_argument(
-        "--ratio", type=numbers, metavar="R,R,…", help="relative share of each rank: 1,3 (default: equal shares)"
-    )
-    command.add_argument(
-        "--strategy",
-        choices=STRATEGIES,
-        metavar="STRATEGY",
-        help="tensor: a part of every layer on each rank; pipeline: whole layers; tensor+pipeline (default: tensor)",
-    )
+    command = add(plan, "print the plan of a model, and the bytes of each rank", model, policy, bits, dtype, output)
+    about = "relative share of each rank: 1,3 (default: equal shares)"
+    command.add_argument("--ratio", type=numbers, metavar="R,R,…", help=about)
+    about = "tensor: a part of every layer on each rank; pipeline: whole layers; tensor+pipeline (default: tensor)"
+    command.add_argument("--strategy", choices=STRATEGIES, metavar="STRATEGY", help=about)
     command.add_argument("--tensor", type=count, metavar="N", help="ranks of each stage, for tensor+pipeline")
-    flags = command.add_argument_group(
-        "forecast", "Memory of each device, tokens per second and the best strategy, from data sheets."
-    )
-    flags.add_argument(
-        "--device",
-        type=checked(device_named),
-        metavar="NAME",
-        help="h100, h200, a100, l40s, …; a wrong name lists all names",
-    )
+    about = "Memory of each device, tokens per second and the best strategy, from data sheets."
+    flags = command.add_argument_group("forecast", about)
+    about = "h100, h200, a100, l40s, …; a wrong name lists all names"
+    flags.add_argument("--device", type=checked(device_named), metavar="NAME", help=about)
     flags.add_argument("--batch", type=count, metavar="N", help="total of sequences decoded together (default: 1)")
     flags.add_argument("--length", type=count, metavar="T", help="prompt and new tokens of a sequence (default: 4096)")
-    command.set_defaults(command=plan)
 
-    command = commands.add_parser(
-        "policies",
-        parents=[output],
-        help="list every model type with the source of its policy",
-        description="List every model type of the installed transformers with the source of its policy: 'written' (a"
-        " file in policies/), 'of its parts' (the model only holds other models), 'inferred' (from the model's"
-        " structure, proven on first use), or 'no modelling code of its own'.",
-    )
-    command.set_defaults(command=policies)
+    add(policies, "list every model type with the source of its policy", output)
 
-    command = commands.add_parser(
-        "verify",
-        parents=[model, policy, bits, output],
-        help="check a model's policy on a tiny random copy: sharded and whole outputs must match",
-        description="Build a tiny random copy of the model with the same class, head counts and layer pattern, run the"
-        " copy whole and sharded over N ranks, and compare the outputs. With --quantize, also compare a quantized copy."
-        " The command reads only the configuration. It prints the sharded and the whole tensors, and reasons. The exit"
-        " status is 1 if the outputs differ, 2 if the model is refused.",
-    )
-    command.set_defaults(command=verify)
+    about = "check a model's policy on a tiny random copy: sharded and whole outputs must match"
+    add(verify, about, model, policy, bits, output)
 
-    command = commands.add_parser(
-        "shard",
-        parents=[model, bits],
-        help="write a checkpoint's shards, with separate files for each rank",
-        description="Write the shards of a checkpoint for N ranks, with one tensor in memory at a time, without"
-        " starting workers. Each worker of parallelize(OUT) then reads only its own files.",
-    )
+    command = add(shard, "write a checkpoint's shards, with separate files for each rank", model, bits)
     command.add_argument("output", metavar="OUT", help="the directory to write; replaces an existing OUT in one step")
-    command.add_argument(
-        "--max-shard-size",
-        type=checked(parse_size),
-        default="5GB",
-        metavar="SIZE",
-        help="largest size of a file (default: 5GB)",
-    )
-    command.set_defaults(command=shard)
+    size, about = checked(parse_size), "largest size of a file (default: 5GB)"
+    command.add_argument("--max-shard-size", type=size, default="5GB", metavar="SIZE", help=about)
 
-    command = commands.add_parser(
-        "bench",
-        parents=[model, bits, output],
-        help="measure prefill and decode speeds on the ranks and in one process",
-        description="Measure how fast MODEL reads a prompt (prefill) and makes tokens (decode, greedy, one sequence) on"
-        " N ranks and, in turn, in one process with all threads. Print the tokens per second of the median and the best"
-        " round. Also print the share of the measured memory bandwidth that decode steps use; a decode step reads every"
-        " weight once. A config.json or a model type ('llama') gets random weights. Memory must hold two copies of the"
-        " model, or one copy with --no-baseline. Run no other program during the measurement.",
-    )
+    about = "measure prefill and decode speeds on the ranks and in one process"
+    command = add(bench, about, model, bits, dtype, output)
     command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if available")
-    command.add_argument("--dtype", **dtypes, help="float32, bfloat16, float16 (default: the model's)")
     command.add_argument("--prompt", type=count, default=512, metavar="T", help="tokens of the prompt (default: 512)")
     command.add_argument("--tokens", type=count, default=64, metavar="T", help="tokens to decode (default: 64)")
     command.add_argument("--rounds", type=count, default=5, metavar="R", help="repetitions (default: 5)")
-    command.add_argument(
-        "--no-baseline", dest="baseline", action="store_false", help="measure only the ranks, not one process"
-    )
-    command.set_defaults(command=bench)
+    about = "measure only the ranks, not one process"
+    command.add_argument("--no-baseline", dest="baseline", action="store_false", help=about)
 
-    command = commands.add_parser(
-        "health",
-        help="show where the ranks of a running process are",
-        description="Show each group of workers of the process PID: for each rank its process id and state, its steps"
-        " of collectives, the method that it runs, and a traceback. The process goes on meanwhile, and may hang itself."
-        " The exit status is 1 if the process has no groups, has ended, or belongs to another user.",
-    )
+    command = add(health, "show where the ranks of a running process are")
     command.add_argument("pid", type=count, metavar="PID", help="a process that uses workers, or a server")
-    command.set_defaults(command=health)
 
-    command = commands.add_parser(
-        "serve",
-        help="serve a model over HTTP, for clients of OpenAI's interface",
-        description="Serve MODEL on N ranks: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models,"
-        " /tokenize, /health, /ready, /metrics, and a page at /. Requests are decoded together. After SIGTERM or Ctrl-C"
-        " the server refuses new requests and completes running requests; a second signal ends the server at once.",
-        epilog=f"The environment variable {serving.KEY_VARIABLE} may hold the key. A flag overrides the variable; the"
-        " variable overrides the file.",
-    )
+    command = add(serving.serve, "serve a model over HTTP, for clients of OpenAI's interface")
     serving.add_flags(command)
-    command.set_defaults(command=serving.run)
     return parser
 
 

@@ -55,8 +55,12 @@ def given_options(options: argparse.Namespace) -> dict[str, Any]:
     return flags
 
 
-def run(options: argparse.Namespace) -> int:
-    """Serve a model until a signal ends the server."""
+def serve(options: argparse.Namespace) -> int:
+    """Serve MODEL on N ranks: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models, /tokenize, /health,
+    /ready, /metrics, and a page at /. Requests are decoded together. After SIGTERM or Ctrl-C the server refuses new
+    requests and completes running requests; a second signal ends the server at once. The environment variable
+    PARALLELFORMERS_API_KEY may hold the key. A flag overrides the variable; the variable overrides the file.
+    """
     from parallelformers_ng.serving.listening import check_at_once
     from parallelformers_ng.serving.serve_options import read_serve_options
 
@@ -70,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         is_flag = name in flags or name == "config"
         raise ParallelError("--" + text.replace(name, name.replace("_", "-"), 1) if is_flag else text) from None
     if serve_options.launcher == "ray":
-        from parallelformers_ng.serving.on_ray import serve_on_ray as serve
+        from parallelformers_ng.serving.on_ray import serve_on_ray as start
     else:
-        from parallelformers_ng.serving.run import serve
-    return serve(serve_options)
+        from parallelformers_ng.serving.run import serve as start
+    return start(serve_options)

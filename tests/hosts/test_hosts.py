@@ -328,7 +328,7 @@ def test_ray_server_without_ray_says_what_to_install(monkeypatch, path):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "parallelformers_ng.serving.on_ray", raising=False)
     with pytest.raises(ParallelError, match=r"pip install '\.\[serve,ray\]'"):
-        serve.run(argparse.Namespace(config=None, command="serve", model=str(path), launcher="ray"))
+        serve.serve(argparse.Namespace(config=None, command="serve", model=str(path), launcher="ray"))
 
 
 @pytest.mark.parametrize(
