@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import typing
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -18,18 +17,17 @@ from parallelformers_ng.serving import (
     score_requests,
 )
 from parallelformers_ng.serving.fields import IGNORED, NOTES, REFUSED, ROUTES
-from parallelformers_ng.serving.serve_options import ServeOptions
+from parallelformers_ng.serving.serve_options import ServeOptions, option_texts
 
 PAGE = Path(__file__).parent / "serving.md"
 
 
 def options() -> str:
     """Return the options of the server: name, default, meaning."""
-    kinds = typing.get_type_hints(ServeOptions, include_extras=True)
     rows = []
     for option in fields(ServeOptions):
         default = "" if option.default in (None, "", False, MISSING) else f"`{option.default}`"
-        rows.append((f"`{option.name}`", default, typing.get_args(kinds[option.name])[1]))
+        rows.append((f"`{option.name}`", default, option_texts()[option.name]))
     return _table(("option", "default", "what"), rows)
 
 

@@ -19,15 +19,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
     The flags have no defaults, so that the file of `--config` can set an option whose flag is not used.
     """
-    from parallelformers_ng.serving.serve_options import ServeOptions
+    from parallelformers_ng.serving.serve_options import ServeOptions, option_texts
 
-    kinds = typing.get_type_hints(ServeOptions, include_extras=True)
+    kinds, texts = typing.get_type_hints(ServeOptions), option_texts()
     about = "a file with the same options, with underscores in their names"
     parser.add_argument("--config", metavar="FILE.toml", help=about)
     # An earlier release had this flag. It is still parsed, so that `read_options` can say which option replaces it.
     parser.add_argument("--prefill-chunk", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     for option in fields(ServeOptions):
-        (kind, text), default = typing.get_args(kinds[option.name]), option.default
+        kind, text, default = kinds[option.name], texts.get(option.name, ""), option.default
         if default not in (None, MISSING, "", False):
             text += f" (default: {default})"
         flag, settings = "--" + option.name.replace("_", "-"), dict[str, Any]()

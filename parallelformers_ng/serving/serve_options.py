@@ -2,99 +2,128 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.option_checks import check_devices, checked_seconds, read_options
-from parallelformers_ng.options import DTYPES, QUANTIZE_HELP, SCHEMES, BatchingOptions, FitOptions, Number, Seconds
+from parallelformers_ng.options import DTYPES, SCHEMES, BatchingOptions, FitOptions, Number, Seconds
 
 
 @dataclass(frozen=True)
 class ServeOptions:
     """Options of a server: model, address and limits.
 
-    Every field is a flag of `parallelformers-ng serve`, with dashes, and a key of the TOML file of `--config`. The text
-    in the field's `Annotated` type is the help text of the flag.
+    Every field is a flag of `parallelformers-ng serve`, with dashes, and a key of the TOML file of `--config`. The help
+    of a flag is the text below.
+
+    Attributes:
+        model: model folder, GGUF file, or name on the Hugging Face hub
+        num_gpus: number of ranks; by default one for each GPU, or 2 CPU ranks without a GPU
+        replicas: number of replicas, each with num_gpus ranks; a request goes to the least busy one
+        revision: branch, tag or commit of the model on the hub; by default the main branch
+        dtype: data type: float32, bfloat16 or float16; by default the model's own data type
+        quantize: hold weights in int8, int4, fp8; by default the model's own quantization
+        strategy: tensor: each rank holds a part of every layer; pipeline: each rank holds some layers;
+            tensor+pipeline; auto
+        tensor: number of ranks in each stage, for tensor+pipeline
+        ratio: relative share of each rank, such as 1 3; by default equal shares
+        max_memory: weight budget of each device, such as 0=10GiB 1=10GiB cpu=64GiB; cpu= is RAM for the overflow
+        offload_folder: folder for weights that exceed the memory of the devices and the RAM
+        cache: key/value cache as int8 (8 bits per value) or offload (CUDA: in host memory)
+        device: device type: auto, cpu or cuda
+        launcher: local: ranks on this machine; ray: replicas on Ray Serve, ranks on the cluster
+        ray_address: address of the Ray cluster; by default ray.init() finds or starts one
+        autoscaling: autoscaling settings of Ray Serve instead of replicas, such as min_replicas=1 max_replicas=4
+        served_model_name: name of the model in requests and answers; by default MODEL
+        lora_modules: PEFT adapters with their names in requests, such as sql=adapters/sql chat=adapters/chat
+        chat_template: file with a chat template that replaces the tokenizer's own
+        host: address to listen on; 0.0.0.0 is all addresses of the machine
+        port: port to listen on; 0 is any free port
+        api_key: key for all requests except /health; the environment variable PARALLELFORMERS_API_KEY keeps the key
+            secret
+        cors: origins whose web pages may call the server, such as https://example.org; by default no origin
+        open_probes: /ready and /metrics need no key
+        log_format: format of the log: text or json, with one line for each event
+        log_level: least severe level in the log: debug, info, warning or error
+        no_access_log: do not log a line for each request
+        rows: maximum number of sequences that a replica decodes together
+        waiting: maximum number of sequences that wait for a row; further requests get status 503
+        prefill_patience: approximate milliseconds that decoding rows wait for one prefill step
+        prefix_tokens: tokens in the cache for prompts with a common beginning; 0 turns it off
+        cache_tokens: maximum number of tokens in the key/value caches of all rows; by default limited by the free
+            memory
+        max_tokens: maximum number of tokens in an answer if the request sets no limit
+        max_prompt_tokens: maximum tokens in a prompt; by default the limit of the model
+        max_choices: maximum number of answers of one request: n times the number of prompts
+        max_stops: maximum number of stop strings in one request
+        max_top_logprobs: maximum number of most likely tokens that logprobs return at each position
+        max_inputs: maximum number of texts or text pairs in one request for embeddings or scores
+        max_body_bytes: maximum bytes of a request body; by default 1 MiB, or 16 MiB if the model reads pictures or
+            sound
+        media_folder: folder of pictures for file:///path URLs in requests; by default none
+        max_pictures: maximum number of pictures in one request
+        max_pixels: maximum number of pixels in all pictures of one request together
+        max_audio_seconds: maximum seconds of sound in one request
+        timeout: time limit of one request in seconds, including the wait for a row
+        client_timeout: time limit in seconds for a client to send its request, and to read each part of the answer
+        drain: time limit in seconds for running requests after SIGTERM
     """
 
-    model: Annotated[str, "model folder, GGUF file, or name on the Hugging Face hub"] = ""
-    num_gpus: Annotated[int | None, "number of ranks; by default one for each GPU, or 2 CPU ranks without a GPU"] = None
-    replicas: Annotated[int, "number of replicas, each with num_gpus ranks; a request goes to the least busy one"] = 1
-    revision: Annotated[str | None, "branch, tag or commit of the model on the hub; by default the main branch"] = None
-    dtype: Annotated[str | None, "data type: float32, bfloat16 or float16; by default the model's own data type"] = None
-    quantize: Annotated[str | None, f"{QUANTIZE_HELP}; by default the model's own quantization"] = None
-    strategy: Annotated[
-        str,
-        "tensor: each rank holds a part of every layer; pipeline: each rank holds some layers; tensor+pipeline; auto",
-    ] = "tensor"
-    tensor: Annotated[int | None, "number of ranks in each stage, for tensor+pipeline"] = None
-    ratio: Annotated[list[Number], "relative share of each rank, such as 1 3; by default equal shares"] = field(
-        default_factory=list
-    )
-    max_memory: Annotated[
-        list[str], "weight budget of each device, such as 0=10GiB 1=10GiB cpu=64GiB; cpu= is RAM for the overflow"
-    ] = field(default_factory=list)
-    offload_folder: Annotated[str | None, "folder for weights that exceed the memory of the devices and the RAM"] = None
-    cache: Annotated[str | None, "key/value cache as int8 (8 bits per value) or offload (CUDA: in host memory)"] = None
-    device: Annotated[str, "device type: auto, cpu or cuda"] = "auto"
-    launcher: Annotated[str, "local: ranks on this machine; ray: replicas on Ray Serve, ranks on the cluster"] = "local"
-    ray_address: Annotated[str | None, "address of the Ray cluster; by default ray.init() finds or starts one"] = None
-    autoscaling: Annotated[
-        list[str], "autoscaling settings of Ray Serve instead of replicas, such as min_replicas=1 max_replicas=4"
-    ] = field(default_factory=list)
-    served_model_name: Annotated[str | None, "name of the model in requests and answers; by default MODEL"] = None
-    lora_modules: Annotated[
-        list[str], "PEFT adapters with their names in requests, such as sql=adapters/sql chat=adapters/chat"
-    ] = field(default_factory=list)
-    chat_template: Annotated[str | None, "file with a chat template that replaces the tokenizer's own"] = None
+    model: str = ""
+    num_gpus: int | None = None
+    replicas: int = 1
+    revision: str | None = None
+    dtype: str | None = None
+    quantize: str | None = None
+    strategy: str = "tensor"
+    tensor: int | None = None
+    ratio: list[Number] = field(default_factory=list)
+    max_memory: list[str] = field(default_factory=list)
+    offload_folder: str | None = None
+    cache: str | None = None
+    device: str = "auto"
+    launcher: str = "local"
+    ray_address: str | None = None
+    autoscaling: list[str] = field(default_factory=list)
+    served_model_name: str | None = None
+    lora_modules: list[str] = field(default_factory=list)
+    chat_template: str | None = None
 
-    host: Annotated[str, "address to listen on; 0.0.0.0 is all addresses of the machine"] = "127.0.0.1"
-    port: Annotated[int, "port to listen on; 0 is any free port"] = 8000
-    api_key: Annotated[
-        str | None,
-        "key for all requests except /health; the environment variable PARALLELFORMERS_API_KEY keeps the key secret",
-    ] = None
-    cors: Annotated[
-        list[str], "origins whose web pages may call the server, such as https://example.org; by default no origin"
-    ] = field(default_factory=list)
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    cors: list[str] = field(default_factory=list)
+    open_probes: bool = False
 
-    open_probes: Annotated[bool, "/ready and /metrics need no key"] = False
+    log_format: str = "text"
+    log_level: str = "info"
+    no_access_log: bool = False
 
-    log_format: Annotated[str, "format of the log: text or json, with one line for each event"] = "text"
-    log_level: Annotated[str, "least severe level in the log: debug, info, warning or error"] = "info"
-    no_access_log: Annotated[bool, "do not log a line for each request"] = False
-
-    rows: Annotated[int, "maximum number of sequences that a replica decodes together"] = 16
-    waiting: Annotated[int, "maximum number of sequences that wait for a row; further requests get status 503"] = 64
-    prefill_patience: Annotated[int, "approximate milliseconds that decoding rows wait for one prefill step"] = 200
-    prefix_tokens: Annotated[int, "tokens in the cache for prompts with a common beginning; 0 turns it off"] = 4096
-    cache_tokens: Annotated[
-        int | None,
-        "maximum number of tokens in the key/value caches of all rows; by default limited by the free memory",
-    ] = None
-    max_tokens: Annotated[int, "maximum number of tokens in an answer if the request sets no limit"] = 1024
-    max_prompt_tokens: Annotated[int | None, "maximum tokens in a prompt; by default the limit of the model"] = None
-    max_choices: Annotated[int, "maximum number of answers of one request: n times the number of prompts"] = 16
-    max_stops: Annotated[int, "maximum number of stop strings in one request"] = 16
-    max_top_logprobs: Annotated[int, "maximum number of most likely tokens that logprobs return at each position"] = 20
-    max_inputs: Annotated[int, "maximum number of texts or text pairs in one request for embeddings or scores"] = 256
-    max_body_bytes: Annotated[
-        int | None, "maximum bytes of a request body; by default 1 MiB, or 16 MiB if the model reads pictures or sound"
-    ] = None
-    media_folder: Annotated[str | None, "folder of pictures for file:///path URLs in requests; by default none"] = None
-    max_pictures: Annotated[int, "maximum number of pictures in one request"] = 16
-    max_pixels: Annotated[int, "maximum number of pixels in all pictures of one request together"] = 1 << 24
-    max_audio_seconds: Annotated[Seconds, "maximum seconds of sound in one request"] = 600.0
-    timeout: Annotated[Seconds, "time limit of one request in seconds, including the wait for a row"] = 600.0
-    client_timeout: Annotated[
-        Seconds, "time limit in seconds for a client to send its request, and to read each part of the answer"
-    ] = 30.0
-    drain: Annotated[Seconds, "time limit in seconds for running requests after SIGTERM"] = 120.0
+    rows: int = 16
+    waiting: int = 64
+    prefill_patience: int = 200
+    prefix_tokens: int = 4096
+    cache_tokens: int | None = None
+    max_tokens: int = 1024
+    max_prompt_tokens: int | None = None
+    max_choices: int = 16
+    max_stops: int = 16
+    max_top_logprobs: int = 20
+    max_inputs: int = 256
+    max_body_bytes: int | None = None
+    media_folder: str | None = None
+    max_pictures: int = 16
+    max_pixels: int = 1 << 24
+    max_audio_seconds: Seconds = 600.0
+    timeout: Seconds = 600.0
+    client_timeout: Seconds = 30.0
+    drain: Seconds = 120.0
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -117,9 +146,9 @@ class ServeOptions:
             raise ParallelError(f"port is {self.port}; set a number from 0 to 65535")
         for name in ("timeout", "client_timeout", "drain", "max_audio_seconds"):
             checked_seconds(getattr(self, name), name)
-        for name, lowest in _LOWEST.items():
-            value = getattr(self, name)
-            if value is not None and value < lowest:
+        for name, value in vars(self).items():
+            lowest = 0 if name in _MAY_BE_ZERO else 1
+            if type(value) is int and value < lowest:
                 raise ParallelError(f"{name} is {value}; set a number of at least {lowest}")
         if self.cache == "offload" and self.device == "cpu":
             raise ParallelError("cache is 'offload', which needs CUDA devices; remove it, or set 'int8'")
@@ -193,11 +222,13 @@ _FORMS = {
     "autoscaling": (re.compile(r"\w+=(\d+(\.\d*)?|\.\d+)"), "write NAME=NUMBER, such as min_replicas=1 max_replicas=4"),
 }
 """Form of each word of an option, and advice; the key is secret, so its error does not show it."""
-_LOWEST = {
-    "num_gpus": 1, "replicas": 1, "rows": 1, "waiting": 1, "prefill_patience": 1, "prefix_tokens": 0, "cache_tokens": 1,
-    "max_tokens": 1, "max_prompt_tokens": 1, "max_choices": 1, "max_stops": 0, "max_top_logprobs": 0, "max_inputs": 1,
-    "max_body_bytes": 1, "max_pictures": 0, "max_pixels": 1,
-}  # fmt: skip
+_MAY_BE_ZERO = ("port", "prefix_tokens", "max_stops", "max_top_logprobs", "max_pictures")
+
+
+def option_texts() -> dict[str, str]:
+    """Return the description of each option, from the section "Attributes" in the docstring of `ServeOptions`."""
+    entries = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(ServeOptions) or "", re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
 
 
 def read_text(path: str, option: str) -> str:
