@@ -305,8 +305,6 @@ class QuantizeOptions:
 
 SCHEMES = {"int8": None, "int4": 32, "fp8": None}
 """Scheme → number of inputs of an output that share a scale; None for all inputs."""
-QUANTIZE_HELP = f"hold weights in {', '.join(SCHEMES)}"
-"""Help text of the flag `--quantize`."""
 
 OF_A_MODEL = ("restart", "max_restarts", "restart_window", "replicas", "host_copy")
 """Worker options that belong to a model and its weights. `start_group` refuses these options."""

@@ -7,7 +7,6 @@ each row. If each group has a scale, a rank reads only its own groups.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -53,13 +52,8 @@ class EncodedPart(ByLines):
     weight: Node
     is_scales: bool = False
 
-    @property
-    def across(self) -> int:
-        return 1 if self.encoding.dim % len(self.shape) == 0 else 0
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.weight.shape)
+    def __post_init__(self) -> None:
+        self.across = 1 if self.encoding.dim % len(self.shape) == 0 else 0
 
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
         if is_read_in_parts(self.weight):

@@ -24,18 +24,14 @@ from typing import Any
 import safetensors
 import torch
 from huggingface_hub import constants, hf_hub_download
+from transformers.modeling_utils import str_to_torch_dtype
 
 from parallelformers_ng.checkpoint.mapping import Mapping, libc, map_file
 from parallelformers_ng.checkpoint.nodes import Leaf
 from parallelformers_ng.errors import CheckpointError
 from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
-_DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
-    "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16,
-    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-}  # fmt: skip
+_DTYPES = {**str_to_torch_dtype, "C64": torch.complex64, "F8_E8M0": torch.float8_e8m0fnu}
 DTYPE_NAMES = dict(zip(_DTYPES.values(), _DTYPES, strict=True))
 
 _END_BYTES = 1 << 16
@@ -143,7 +139,7 @@ class SafetensorsFile(CheckpointFile):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
-        try:
+        with reading_errors(f"{self.path} is damaged, incomplete, or has an unknown data type"):
             # Opening the file with safetensors checks that sizes, offsets and the length of the file agree.
             with safetensors.safe_open(self.path, framework="pt"):
                 pass
@@ -157,11 +153,6 @@ class SafetensorsFile(CheckpointFile):
             self.metadata = header.pop("__metadata__", {})
             self.entries = {key: (tuple(entry["shape"]), _DTYPES[entry["dtype"]]) for key, entry in header.items()}
             self._offsets = {key: entry["data_offsets"][0] + 8 + length for key, entry in header.items()}
-        except (safetensors.SafetensorError, OSError, ValueError, TypeError) as error:
-            raise_if_of_handler(error)
-            raise CheckpointError(f"{self.path} is damaged or incomplete: {error}") from error
-        except KeyError as error:
-            raise CheckpointError(f"{self.path} is damaged, or has an unknown data type: {error}") from error
 
     def tensor(self, key: str) -> torch.Tensor:
         (shape, dtype), offset = self.entries[key], self._offsets[key]

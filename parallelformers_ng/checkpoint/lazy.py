@@ -159,9 +159,7 @@ def values(tensor: RemoteTensor) -> torch.Tensor:
 
 def _refusal(what: str, tensor: RemoteTensor, why: str = "would change it") -> ParallelError:
     names = ", ".join(leaf.name for leaf in leaves(tensor.node) if isinstance(leaf, FetchedLeaf))
-    return ParallelError(
-        f"{what} {why}, and {names} is on the workers of a parallelized model. Call deparallelize() first"
-    )
+    return ParallelError(f"{what} {why}; {names} is on the workers of a parallelized model. Call deparallelize() first")
 
 
 def _run(func: Any, args: tuple, kwargs: dict) -> Any:

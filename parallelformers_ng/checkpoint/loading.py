@@ -98,9 +98,7 @@ def _must_be_copied(tensor: TensorPlan, plan: ShardPlan, nodes: Mapping[str, Nod
     return False
 
 
-def open_source(
-    source: Source, model: Any, dtype: torch.dtype | None = None, dequantize: bool = False
-) -> PreTrainedModel:
+def open_source(source: Source, model: Any, dtype: torch.dtype | None, dequantize: bool) -> PreTrainedModel:
     """Return a model in evaluation mode whose weights are lazy tensors. No weights are read.
 
     If the source has a configuration, the model is new. Otherwise it is `model`, filled by `fill_skeleton`. The
@@ -147,9 +145,8 @@ def fill_skeleton(model: PreTrainedModel, location: Location, dtype: torch.dtype
             continue
         if name not in tensors or tensors[name].shape != tensor.shape:
             actual = f"has shape {list(tensors[name].shape)} for" if name in tensors else "does not contain"
-            raise CheckpointError(
-                f"{location} {actual} {name}, which has shape {list(tensor.shape)} in {type(model).__name__}"
-            )
+            wanted = f"{name}, which has shape {list(tensor.shape)} in {type(model).__name__}"
+            raise CheckpointError(f"{location} {actual} {wanted}")
         set_tensor(model, name, tensors[name], not isinstance(tensor, torch.nn.Parameter))
 
 

@@ -187,18 +187,19 @@ def open_weights(location: Location) -> list[CheckpointFile]:
     Safetensors files are preferred to `.bin` files. Missing files of a model on the hub are downloaded.
     """
     names = [_add_variant(name, location.variant) for name in _CANDIDATES]
-    file = next((path for name in names if (path := _cached(location, name)) is not None), None)
-    if file is None:
+    for name in names:
+        with reading_errors(f"{name} of {location} cannot be fetched"):
+            file = cached_file(location.path, name, **_NONE_IF_ABSENT, **location.download)
+        if file is not None:
+            break
+    else:
         raise CheckpointError(f"{location} holds none of {', '.join(names)}; the weights must be in one of these files")
     if not file.endswith(".json"):
         return [open_file(file)]
     with reading_errors(f"{file} is damaged"):
-        index = json.loads(Path(file).read_text("utf-8"))
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{file} is damaged: it has no weight_map from names to files")
-    if any(os.path.isabs(name) or ".." in Path(name).parts for name in weight_map.values()):
-        raise CheckpointError(f"{file} is damaged: it names a file outside its directory")
+        weight_map = json.loads(Path(file).read_text("utf-8"))["weight_map"]
+        if any(os.path.isabs(name) or ".." in Path(name).parts for name in weight_map.values()):
+            raise CheckpointError(f"{file} is damaged: it names a file outside its directory")
     with reading_errors(f"a file that {file} names is missing"):
         paths, _ = get_checkpoint_shard_files(location.path, file, **location.download)
     files = dict(zip(sorted(set(weight_map.values())), map(open_file, paths), strict=True))
@@ -206,9 +207,3 @@ def open_weights(location: Location) -> list[CheckpointFile]:
         if key not in files[name].entries:
             raise CheckpointError(f"{file} lists {key} in {name}, and {name} has no {key}: one of the files is damaged")
     return list(files.values())
-
-
-def _cached(location: Location, name: str) -> str | None:
-    """Return the local path of a file, downloaded if need be; None if the checkpoint has no such file."""
-    with reading_errors(f"{name} of {location} cannot be fetched"):
-        return cached_file(location.path, name, **_NONE_IF_ABSENT, **location.download)

@@ -97,18 +97,10 @@ class Computed(Node, ABC):
 class ByLines(Computed):
     """A tensor that is computed in chunks along the dimension `across`, to limit memory.
 
-    A chunk has at most about 2²¹ elements, but at least one index of the dimension.
+    A chunk reads at most about 2²¹ elements of a source, but at least one index of the dimension.
     """
 
-    @property
-    def across(self) -> int:
-        """Dimension along which the tensor is computed in chunks."""
-        return 0
-
-    @property
-    def elements(self) -> int:
-        """Number of elements in high precision if the whole tensor is computed at once."""
-        return math.prod(self.shape)
+    across = 0
 
     @abstractmethod
     def lines(self, cut: dict[int, tuple[Range, ...]], rank: int | None) -> torch.Tensor:
@@ -118,7 +110,8 @@ class ByLines(Computed):
         dim = self.across
         shape = [width_of(cut.get(index, ((0, size),))) for index, size in enumerate(self.shape)]
         out = torch.empty(shape, dtype=self.dtype)
-        most = max(1, _ELEMENTS * self.shape[dim] // max(1, self.elements))
+        elements = max(math.prod(source.shape) for source in self.sources)
+        most = max(1, _ELEMENTS * self.shape[dim] // max(1, elements))
         offset = 0
         for first, last in cut.get(dim, ((0, self.shape[dim]),)):
             for start in range(first, last, most):

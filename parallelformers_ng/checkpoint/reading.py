@@ -22,7 +22,7 @@ from parallelformers_ng.sharding.partition import Range, width_of
 from parallelformers_ng.sharding.tensor_plan import WHOLE, Shard
 
 # These run as `reshape`: a `view` that was valid for the lazy tensor may need a copy, because strides can differ.
-_RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
+_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 
 # A part of a tensor: dimension → ranges along it, which are concatenated. Dimensions without an entry are whole.
 Cut = dict[int, tuple[Range, ...]]
@@ -33,7 +33,8 @@ View = Callable[[torch.Tensor], torch.Tensor]  # makes a view, such as a transpo
 def run(node: Operation, operand: Callable[[Node], torch.Tensor]) -> torch.Tensor:
     """Run a torch operation on whole tensors, which `operand` returns for its operands, and return the whole result."""
     args, kwargs = tree_map_only(Node, operand, (node.args, node.kwargs))
-    operation: Any = functools.reduce(getattr, node.name.split("."), torch.ops)
+    name = "aten.reshape.default" if node.name in _VIEWS else node.name
+    operation: Any = functools.reduce(getattr, name.split("."), torch.ops)
     result = operation(*args, **kwargs)
     return result if node.output is None else result[node.output]
 
@@ -126,10 +127,7 @@ def _stack(node: Operation, cut: Cut) -> Iterator[Piece]:
         yield sources[index], functools.partial(torch.select, dim=dim, index=offset), below
 
 
-_JOINS: dict[str, Callable[[Operation, Cut], Iterator[Piece]]] = {
-    "aten.cat.default": _cat,
-    "aten.stack.default": _stack,
-}
+_JOINS = {"aten.cat.default": _cat, "aten.stack.default": _stack}
 
 
 def read_shard(
@@ -194,7 +192,7 @@ def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
         return view(read(source, source_cut, rank))
     if node.name in _JOINS:
         return read_copy(node, cut, rank)
-    return _narrow(_run(node, rank), cut)
+    return _narrow(run(node, lambda operand: read(operand, {}, rank)), cut)
 
 
 def is_read_in_parts(node: Node) -> bool:
@@ -231,12 +229,6 @@ def write(node: Node, cut: Cut, out: torch.Tensor, rank: int | None = None) -> N
         return
     out.copy_(read(node, cut, rank))
     release(node)
-
-
-def _run(node: Operation, rank: int | None) -> torch.Tensor:
-    if node.name in _RESHAPES:
-        return read(node.args[0], {}, rank).reshape(node.args[1])
-    return run(node, lambda operand: read(operand, {}, rank))
 
 
 def _pieces(node: ShardedNode, cut: Cut, rank: int | None) -> list[Piece]:

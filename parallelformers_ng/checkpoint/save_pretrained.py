@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -21,7 +20,7 @@ from parallelformers_ng.checkpoint.loading import Checkpoint
 from parallelformers_ng.checkpoint.nodes import Node, leaf_of
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.reading import read_copy
-from parallelformers_ng.checkpoint.writing import replaced_directory, write_safetensors
+from parallelformers_ng.checkpoint.writing import replaced_directory, split_into_files, write_safetensors
 from parallelformers_ng.option_checks import parse_size
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensor_plan import TensorPlan
@@ -51,13 +50,8 @@ def write_pretrained(
     if save_original_format:
         lazy = revert_weight_conversion(model, lazy)
     stem = SAFE_WEIGHTS_NAME.removesuffix(".safetensors")
-    split = split_state_dict_into_shards_factory(
-        lazy,
-        get_storage_size=lambda tensor: tensor.numel() * tensor.dtype.itemsize,
-        filename_pattern=f"{stem}{{suffix}}.safetensors",
-        max_shard_size=parse_size(max_shard_size),
-    )
-    total = sum(tensor.numel() * tensor.dtype.itemsize for tensor in lazy.values())
+    split = split_into_files(lazy, stem, parse_size(max_shard_size), lambda tensor: tensor.nbytes)
+    total = sum(tensor.nbytes for tensor in lazy.values())
     partials = {name: directory / f".{name}.partial" for name in split.filename_to_tensors}
     try:
         with progress_bar(f"saving {type(model).__name__}", total, progress) as advance:
@@ -93,11 +87,8 @@ def _shape_of(tensor: Any) -> Any:
     return torch.empty_like(tensor, device="meta") if isinstance(tensor, RemoteTensor) else tensor
 
 
-def shard_checkpoint(
-    model: PreTrainedModel, plan: ShardPlan, directory: Path, max_shard_size: int | str, progress: bool
-) -> None:
+def shard_checkpoint(model: PreTrainedModel, plan: ShardPlan, directory: Path, limit: int, progress: bool) -> None:
     """Convert a checkpoint to a sharded directory in this process, with one tensor in memory at a time."""
-    limit = parse_size(max_shard_size)
     names = sharded_directory.saved_names(model, plan)
     nodes = Checkpoint.take(model, plan).nodes
     for tensor in plan.stored():

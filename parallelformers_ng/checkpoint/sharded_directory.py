@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
@@ -27,14 +26,14 @@ from parallelformers_ng.checkpoint.encoded import Decoded
 from parallelformers_ng.checkpoint.files import FileLeaf, SafetensorsFile
 from parallelformers_ng.checkpoint.nodes import Node, ShardedNode
 from parallelformers_ng.checkpoint.progress import Progress
-from parallelformers_ng.checkpoint.writing import WrittenFile, checksum, write_safetensors
+from parallelformers_ng.checkpoint.writing import WrittenFile, checksum, split_into_files, write_safetensors
 from parallelformers_ng.errors import CheckpointError
 from parallelformers_ng.sharding.encoding import SCALE, Encoding
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensor_plan import Shard, TensorPlan
 
 INDEX_NAME = "parallelformers_ng.index.json"
-_PLAIN, _QUANTIZED = 1, 2  # versions of the index; only version 2 can list quantized tensors
+_VERSION = 2  # version of the index; an index of version 1 lists no quantized tensors
 _OWN_FILE = re.compile(r"(rank-\d{5}-of-\d{5}|shared)(-\d{5}(-of-\d{5})?)?\.safetensors")
 
 Part = Callable[[TensorPlan], torch.Tensor]  # returns one rank's shard of the tensor
@@ -83,19 +82,17 @@ def write_index(
         described = {"shape": tensor.shape, "dtype": str(tensor.dtype), "dim": dim, "parts": parts}
         tensors[name] = {**described, "names": aliases[name]}
     index = {
-        "version": _QUANTIZED if plan.quantized else _PLAIN,
+        "version": _VERSION,
         "model_class": plan.model_class,
         "world_size": plan.world_size,
         "policy": plan.policy,
         "files": {f.name: {"size": f.size, "header": f.header} for files in by_rank for f in files.values()},
         "tensors": tensors,
-    }
-    if plan.quantized:
-        dtypes = {name: str(plan.tensors[name].dtype).removeprefix("torch.") for name in plan.quantized}
-        index["quantized"] = {
-            name: {"dtype": dtypes[name], "encoding": dataclasses.asdict(encoding)}
+        "quantized": {
+            name: {"dtype": str(plan.tensors[name].dtype), "encoding": dataclasses.asdict(encoding)}
             for name, encoding in plan.quantized.items()
-        }
+        },
+    }
     text = json.dumps({**index, "checksum": _index_checksum(index)}, indent=1)
     with open(directory / INDEX_NAME, "w") as out:
         out.write(text)
@@ -155,7 +152,7 @@ def open_sharded(path: str | os.PathLike[str]) -> dict[str, Node]:
             parts[int(rank)] = shard, CheckedLeaf(*entry, file, name, part["checksum"])
         nodes.update(dict.fromkeys(described["names"], ShardedNode(shape, dtype, parts)))
     for name, described in index.get("quantized", {}).items():
-        encoding, dtype = Encoding(**described["encoding"]), getattr(torch, described["dtype"])
+        encoding, dtype = Encoding(**described["encoding"]), getattr(torch, described["dtype"].removeprefix("torch."))
         numbers = nodes[name]
         shape = encoding.shape(numbers.shape)
         nodes[name] = Decoded(shape, dtype, encoding, (numbers, nodes.pop(name + SCALE)))
@@ -171,12 +168,9 @@ class CheckedLeaf(FileLeaf):
 
     def tensor(self) -> torch.Tensor:
         tensor = super().tensor()
-        if not self.checked:
-            if checksum(tensor) != self.checksum:
-                raise CheckpointError(
-                    f"{self.file.path} is damaged: {self.key} has a wrong checksum; save the model again"
-                )
-            self.checked = True
+        if not self.checked and checksum(tensor) != self.checksum:
+            raise CheckpointError(f"{self.file.path} is damaged: {self.key} has a wrong checksum; save the model again")
+        self.checked = True
         return tensor
 
 
@@ -186,12 +180,7 @@ def _files_of(plan: ShardPlan, names: Iterable[str], rank: int, limit: int) -> d
     cut = {name: tensor for name, tensor in own.items() if not tensor.is_replicated}
     files: dict[str, list[str]] = {}
     for stem, tensors in ((f"rank-{rank:05}-of-{plan.world_size:05}", cut), ("shared", shared)):
-        files |= split_state_dict_into_shards_factory(
-            tensors,
-            get_storage_size=lambda tensor: tensor.bytes_on(rank),
-            filename_pattern=f"{stem}{{suffix}}.safetensors",
-            max_shard_size=limit,
-        ).filename_to_tensors
+        files |= split_into_files(tensors, stem, limit, lambda tensor: tensor.bytes_on(rank)).filename_to_tensors
     return files
 
 
@@ -207,6 +196,6 @@ def _read_index(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
     if _index_checksum(index) != expected:
         raise CheckpointError(f"{path} is damaged: its checksum does not match its content")
-    if index["version"] not in (_PLAIN, _QUANTIZED):
-        raise CheckpointError(f"{path} has version {index['version']}; this library reads up to version {_QUANTIZED}")
+    if not 1 <= index["version"] <= _VERSION:
+        raise CheckpointError(f"{path} has version {index['version']}; this library reads up to version {_VERSION}")
     return index

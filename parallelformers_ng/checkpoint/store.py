@@ -280,20 +280,18 @@ def names_of_each(model: nn.Module, plan: ShardPlan, names: Iterable[str] | None
     return list(together.values())
 
 
-def place(
-    model: nn.Module, names: list[str], plan: ShardPlan, tensor: torch.Tensor, keeps_values: bool = False
-) -> None:
-    """Give the tensor of the model that has the given names (several if it is tied) the content of `tensor`. The tensor
+def place(model: nn.Module, names: list[str], plan: ShardPlan, new: torch.Tensor, keeps_values: bool = False) -> None:
+    """Give the tensor of the model that has the given names (several if it is tied) the content of `new`. The tensor
     stays the same object if possible; `identity.become` says how."""
     first = plan.tensors[names[0]]
     current = get_tensor(model, first.name, first.is_buffer)
     if not first.is_buffer:
-        tensor = nn.Parameter(tensor, requires_grad=current.requires_grad)
+        new = nn.Parameter(new, requires_grad=current.requires_grad)
     try:
-        become(current, tensor, keeps_values)
+        become(current, new, keeps_values)
     except RuntimeError:
         for name in names:
-            set_tensor(model, name, tensor, first.is_buffer)
+            set_tensor(model, name, new, first.is_buffer)
 
 
 def _write_all(fd: int, tensor: torch.Tensor, offset: int) -> None:

@@ -13,9 +13,11 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 
 from parallelformers_ng.checkpoint.files import DTYPE_NAMES
 from parallelformers_ng.checkpoint.progress import Progress
@@ -40,6 +42,18 @@ class WrittenFile:
     size: int
     header: int
     checksums: dict[str, int]
+
+
+def split_into_files(tensors: dict[str, Any], stem: str, limit: int, size: Callable[[Any], int]) -> StateDictSplit:
+    """Divide tensors among files of at most `limit` bytes, which are named `stem`, or `stem-00001-of-00002`, ….
+
+    Args:
+        size: function that returns the bytes of a tensor.
+    """
+    pattern = f"{stem}{{suffix}}.safetensors"
+    return split_state_dict_into_shards_factory(
+        tensors, get_storage_size=size, filename_pattern=pattern, max_shard_size=limit
+    )
 
 
 def write_safetensors(

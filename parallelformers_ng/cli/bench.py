@@ -19,7 +19,6 @@ from parallelformers_ng.checkpoint.model_class import empty_model
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.model.groups import start_group
 from parallelformers_ng.runtime.cores import usable_cpus
-from parallelformers_ng.runtime.placement import placement
 from parallelformers_ng.sharding.casting import target_dtype
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensor_plan import TensorPlan
@@ -131,8 +130,6 @@ def bench(
     if limit is not None and max(prompt, _SHORT_PROMPT + tokens) + 1 > limit:
         raise ValueError(f"bench: prompt {prompt} and tokens {tokens} exceed the {limit} positions of {model}")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    if device == "cuda" and not torch.cuda.is_available():
-        placement(num_gpus, device, None)  # fail early if the ranks cannot be placed
     kind = target_dtype(False, dtype) or skeleton.dtype
     has_weights = Path(model).is_dir() or not (Path(model).is_file() or model == skeleton.config.model_type)
 
@@ -145,10 +142,10 @@ def bench(
     threads = torch.get_num_threads()
     torch.set_num_threads(usable_cpus())
     try:
-        say("measuring the read bandwidth")
-        speed = read_bandwidth(device, num_gpus)
-        say(f"loading {model}")
         with start_group(num_gpus, device=device) as group:
+            say("measuring the read bandwidth")
+            speed = read_bandwidth(device, num_gpus)
+            say(f"loading {model}")
             cut = parallelize(load(), workers=group, quantize=quantize, progress=False)
             contestants = {f"{num_gpus} ranks": cut}
             if baseline:
@@ -214,13 +211,6 @@ def _seconds(model: Any, prompt: int, tokens: int) -> float:
     device = model.device if model.device.type != "meta" else "cpu"
     ids = (torch.arange(prompt, device=device) % (model.config.get_text_config().vocab_size - 4) + 4)[None]
     start = time.perf_counter()
-    model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=False,
-        num_beams=1,
-        pad_token_id=0,
-    )
+    length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+    model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=1, pad_token_id=0, **length)
     return time.perf_counter() - start

@@ -8,18 +8,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import operator
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from parallelformers_ng import __version__
 from parallelformers_ng.cli import serve as serving
-from parallelformers_ng.cli.arguments import Parser, checked, count, numbers
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.option_checks import parse_size, read_options
-from parallelformers_ng.options import DTYPES, QUANTIZE_HELP, SCHEMES, STRATEGIES, FitOptions
+from parallelformers_ng.options import DTYPES, SCHEMES, STRATEGIES, FitOptions
 from parallelformers_ng.planner.devices import device_named
 from parallelformers_ng.serving.listening import folder_of
 from parallelformers_ng.serving.serve_options import read_text
@@ -57,10 +57,7 @@ def plan(options: argparse.Namespace) -> None:
     if options.device is None and sizes:
         raise ParallelError(f"--{next(iter(sizes))} is for a forecast; add --device, for example --device h100")
     if options.device is not None and layout:
-        raise ParallelError(
-            f"--{next(iter(layout))} is for a plan, but --device makes a forecast, which chooses the strategy; leave"
-            " one of the two flags out"
-        )
+        raise ParallelError(f"--{next(iter(layout))} is for a plan; leave it out for a forecast with --device")
     fit = read_options(FitOptions, layout, "fit")
     fit.parts(options.num_gpus)
     import parallelformers_ng
@@ -162,57 +159,83 @@ def _print(options: argparse.Namespace, data: Any, text: str) -> None:
     print(json.dumps(data, indent=1) if options.json else text)
 
 
+class _Parser(argparse.ArgumentParser):
+    """An argument parser that reports a wrong argument in one line, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists the arguments\n")
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} has no numbers with commas, such as 1,3") from None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+    return int(text)
+
+
+def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
+    """Return a function for argparse's `type=` that returns its text unchanged if `check` raises no ParallelError."""
+
+    def convert(text: str) -> str:
+        try:
+            check(text)
+        except ParallelError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
+
+    return convert
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="parallelformers-ng",
-        description="Tensor parallelism for Hugging Face models.",
-        epilog="Each command has its own --help.",
-    )
+    about = "Tensor parallelism for Hugging Face models. Each command has its own --help."
+    parser = _Parser("parallelformers-ng", description=about)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def add(run: Callable[[argparse.Namespace], int | None], text: str, *parents: Parser) -> argparse.ArgumentParser:
+    def add(run: Callable[[argparse.Namespace], int | None], text: str, *parents: _Parser) -> argparse.ArgumentParser:
         """Add a command with the name of the function `run`, whose docstring is the long help of the command."""
         command = commands.add_parser(run.__name__, parents=parents, help=text, description=run.__doc__)
         command.set_defaults(command=run)
         return command
 
-    model = Parser(add_help=False)
-    folder = checked(lambda name: folder_of(name, "config.json"))
+    model = _Parser(add_help=False)
+    folder = _checked(lambda name: folder_of(name, "config.json"))
     about = "a model folder, a config.json or a name on the Hugging Face hub"
     model.add_argument("model", type=folder, metavar="MODEL", help=about)
-    model.add_argument("--num-gpus", type=count, default=2, metavar="N", help="number of ranks (default: 2)")
+    model.add_argument("--num-gpus", type=_count, default=2, metavar="N", help="number of ranks (default: 2)")
     model.add_argument("--revision", help="branch, tag or commit of a model on the hub")
-    output = Parser(add_help=False)
+    output = _Parser(add_help=False)
     output.add_argument("--json", action="store_true", help="print JSON instead of text")
-    bits = Parser(add_help=False)
-    about = f"{QUANTIZE_HELP} (default: the model's data type)"
+    bits = _Parser(add_help=False)
+    about = f"hold weights in {', '.join(SCHEMES)} (default: the model's data type)"
     bits.add_argument("--quantize", choices=SCHEMES, metavar="SCHEME", help=about)
-    policy = Parser(add_help=False)
+    policy = _Parser(add_help=False)
     about = "your own policies, tried before those of this library"
-    policy.add_argument("--policy", type=checked(lambda path: read_text(path, "policy")), metavar="FILE.py", help=about)
-    dtype = Parser(add_help=False)
+    readable = _checked(lambda path: read_text(path, "policy"))
+    policy.add_argument("--policy", type=readable, metavar="FILE.py", help=about)
+    dtype = _Parser(add_help=False)
     about = "data type of the weights: float16, bfloat16, float32 (default: the model's)"
-    dtype.add_argument(
-        "--dtype",
-        choices=("auto", *DTYPES),
-        type=lambda text: text.removeprefix("torch."),
-        metavar="TYPE",
-        help=about,
-    )
+    short = operator.methodcaller("removeprefix", "torch.")
+    dtype.add_argument("--dtype", type=short, choices=("auto", *DTYPES), metavar="TYPE", help=about)
 
     command = add(plan, "print the plan of a model, and the bytes of each rank", model, policy, bits, dtype, output)
     about = "relative share of each rank: 1,3 (default: equal shares)"
-    command.add_argument("--ratio", type=numbers, metavar="R,R,…", help=about)
+    command.add_argument("--ratio", type=_numbers, metavar="R,R,…", help=about)
     about = "tensor: a part of every layer on each rank; pipeline: whole layers; tensor+pipeline (default: tensor)"
     command.add_argument("--strategy", choices=STRATEGIES, metavar="STRATEGY", help=about)
-    command.add_argument("--tensor", type=count, metavar="N", help="ranks of each stage, for tensor+pipeline")
+    command.add_argument("--tensor", type=_count, metavar="N", help="ranks of each stage, for tensor+pipeline")
     about = "Memory of each device, tokens per second and the best strategy, from data sheets."
     flags = command.add_argument_group("forecast", about)
     about = "h100, h200, a100, l40s, …; a wrong name lists all names"
-    flags.add_argument("--device", type=checked(device_named), metavar="NAME", help=about)
-    flags.add_argument("--batch", type=count, metavar="N", help="total of sequences decoded together (default: 1)")
-    flags.add_argument("--length", type=count, metavar="T", help="prompt and new tokens of a sequence (default: 4096)")
+    flags.add_argument("--device", type=_checked(device_named), metavar="NAME", help=about)
+    flags.add_argument("--batch", type=_count, metavar="N", help="total of sequences decoded together (default: 1)")
+    flags.add_argument("--length", type=_count, metavar="T", help="prompt and new tokens of a sequence (default: 4096)")
 
     add(policies, "list every model type with the source of its policy", output)
 
@@ -221,20 +244,20 @@ def _parser() -> argparse.ArgumentParser:
 
     command = add(shard, "write a checkpoint's shards, with separate files for each rank", model, bits)
     command.add_argument("output", metavar="OUT", help="the directory to write; replaces an existing OUT in one step")
-    size, about = checked(parse_size), "largest size of a file (default: 5GB)"
+    size, about = _checked(parse_size), "largest size of a file (default: 5GB)"
     command.add_argument("--max-shard-size", type=size, default="5GB", metavar="SIZE", help=about)
 
     about = "measure prefill and decode speeds on the ranks and in one process"
     command = add(bench, about, model, bits, dtype, output)
     command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if available")
-    command.add_argument("--prompt", type=count, default=512, metavar="T", help="tokens of the prompt (default: 512)")
-    command.add_argument("--tokens", type=count, default=64, metavar="T", help="tokens to decode (default: 64)")
-    command.add_argument("--rounds", type=count, default=5, metavar="R", help="repetitions (default: 5)")
+    command.add_argument("--prompt", type=_count, default=512, metavar="T", help="tokens of the prompt (default: 512)")
+    command.add_argument("--tokens", type=_count, default=64, metavar="T", help="tokens to decode (default: 64)")
+    command.add_argument("--rounds", type=_count, default=5, metavar="R", help="repetitions (default: 5)")
     about = "measure only the ranks, not one process"
     command.add_argument("--no-baseline", dest="baseline", action="store_false", help=about)
 
     command = add(health, "show where the ranks of a running process are")
-    command.add_argument("pid", type=count, metavar="PID", help="a process that uses workers, or a server")
+    command.add_argument("pid", type=_count, metavar="PID", help="a process that uses workers, or a server")
 
     command = add(serving.serve, "serve a model over HTTP, for clients of OpenAI's interface")
     serving.add_flags(command)

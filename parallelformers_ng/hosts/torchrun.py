@@ -45,9 +45,7 @@ def world_size(num_gpus: int | None) -> int:
         raise PlacementError("launcher is 'torchrun', but torchrun has not started this process")
     nodes, each, processes = (_number(name) for name in ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     if nodes * each != processes:
-        raise PlacementError(
-            f"torchrun has started {processes} processes on {nodes} nodes; start the same number of processes on each"
-        )
+        raise PlacementError(f"torchrun has started {processes} processes on {nodes} nodes; start equally many on each")
     if num_gpus not in (None, processes):
         raise PlacementError(
             f"num_gpus is {num_gpus}, but torchrun has started {processes} processes, one rank each; leave num_gpus"

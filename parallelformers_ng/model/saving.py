@@ -107,4 +107,4 @@ def shard(
     bits = read_quantize(quantize)
     model = load_skeleton(source, dtype, dequantize=bits is not None and bits.dequantize, **options)
     plan = build_plan(model, num_gpus, select(model, None, num_gpus), quantize=bits)
-    shard_checkpoint(model, plan, Path(directory), max_shard_size, progress)
+    shard_checkpoint(model, plan, Path(directory), parse_size(max_shard_size), progress)

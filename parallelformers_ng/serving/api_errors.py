@@ -63,8 +63,7 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, GrammarError):  # a rank raises it for a grammar that only fails during decoding
-        message = "the constraint on the answer is too complex, or allows no next token; send a simpler constraint"
-        return bad_request(message)
+        return bad_request("the constraint is too complex, or allows no next token; send a simpler constraint")
     if isinstance(error, BatchingError) and error.option not in ("", "waiting"):
         flag = "--" + error.option.replace("_", "-")
         message = f"{str(error).partition('; ')[0]}; send a smaller request, or start the server with a larger {flag}"

@@ -6,7 +6,6 @@ from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.middleware.cors import CORSMiddleware
 from jinja2 import Environment
 from starlette.responses import Response
 
@@ -24,11 +23,7 @@ from parallelformers_ng.serving.status import Status
 from parallelformers_ng.serving.transcription import Transcription
 
 _FOLDER = files("parallelformers_ng.serving") / "page"
-_PAGE = {
-    "/": ("index.html", "text/html"),
-    "/page.css": ("page.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
-}
+_PAGE = (("/", "index.html", "html"), ("/page.css", "page.css", "css"), ("/page.js", "page.js", "javascript"))
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; frame-ancestors 'none';"
     " base-uri 'none'; form-action 'self'",
@@ -55,14 +50,6 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind) ->
     # FastAPI's own page at /docs is off, because it loads scripts from other sites.
     app = FastAPI(title="parallelformers_ng", docs_url=None, redoc_url=None)
     api_errors.install(app)
-    if options.cors:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=options.cors,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["X-Request-Id"],
-        )
     for handler, *paths in (
         (generation.complete, "/v1/completions"),
         (generation.converse, "/v1/chat/completions"),
@@ -89,15 +76,15 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind) ->
 
     for told in (status.health, status.ready, status.metrics, status.status, status.plan):
         app.add_api_route(f"/{told.__name__}", told)
-    for path, (name, media_type) in _PAGE.items():
-        app.add_api_route(path, _asset((_FOLDER / name).read_bytes(), media_type), include_in_schema=False)
-    app.add_api_route("/docs", _asset(_api_page(app), "text/html"), include_in_schema=False)
+    for path, name, kind in _PAGE:
+        app.add_api_route(path, _asset((_FOLDER / name).read_bytes(), kind), include_in_schema=False)
+    app.add_api_route("/docs", _asset(_api_page(app), "html"), include_in_schema=False)
     return AccessGuard(app, options, engine.metrics, reads_media=processor is not None)
 
 
-def _asset(content: bytes | str, media_type: str) -> Any:
+def _asset(content: bytes | str, kind: str) -> Any:
     async def serve() -> Response:
-        return Response(content, media_type=media_type, headers=_HEADERS)
+        return Response(content, media_type=f"text/{kind}", headers=_HEADERS)
 
     return serve
 

@@ -25,7 +25,7 @@ def plain_messages(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) 
     """
     plain: list[dict[str, Any]] = []
     names: dict[str, str] = {}
-    for message in messages:
+    for before, message in zip([None, *messages], messages, strict=False):
         calls = message.get("tool_calls", ())
         kept = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
         names |= {call["id"]: call["function"]["name"] for call in calls}
@@ -35,12 +35,10 @@ def plain_messages(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) 
         if message["role"] == "tool":
             name = names.get(message.get("tool_call_id", ""), message.get("name", "the tool"))
             kept = {"role": "user", "content": f"Result of {name}: {message['content']}"}
-            if plain and plain[-1].get("is_result"):
+            if before is not None and before["role"] == "tool":
                 plain[-1]["content"] += "\n" + kept["content"]
                 continue
-            kept["is_result"] = True
         plain.append(kept)
-    plain = [{key: value for key, value in message.items() if key != "is_result"} for message in plain]
     if tools:
         described = "\n".join([_INSTRUCTION, *(_text(tool["function"]) for tool in tools)])
         content = plain[0]["content"]

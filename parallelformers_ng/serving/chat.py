@@ -77,9 +77,7 @@ class Chat:
             why = f"the prompt has {len(text)} characters, which is more than the limit of {self._max_tokens} tokens"
             raise bad_request(why, "prompt", "context_length_exceeded")
 
-    def prompt(
-        self, messages: list[Message], tools: list[dict[str, Any]], arguments: Mapping[str, Any] | None = None
-    ) -> str:
+    def prompt(self, messages: list[Message], tools: list[Any], arguments: Mapping[str, Any] | None = None) -> str:
         """Convert chat messages to a prompt with the chat template.
 
         If the chat template does not support tools, a text in the first message describes the tools instead.
@@ -117,8 +115,7 @@ class Chat:
     def reader(self, prompt: str, choice: ToolChoice) -> AnswerReader | BareReader | None:
         """Return a new parser for the reasoning and the tool calls of one answer; None if the answer is plain text."""
         if choice.forced or (choice.tools and not isinstance(self._form, dict)):
-            names = {tool["function"]["name"] for tool in choice.tools}
-            return BareReader(self._bare_form, names, choice.forced)
+            return BareReader(self._bare_form, {tool["function"]["name"] for tool in choice.tools}, choice.forced)
         if isinstance(self._form, dict) and (choice.tools or getattr(self.tokenizer, "response_template", None)):
             form = dict(self._form)
             if not choice.tools:  # without tools, text that looks like a tool call stays text
@@ -134,8 +131,7 @@ def _plain(message: Message, reads_pictures: bool) -> dict[str, Any]:
     """
     plain = message.model_dump(exclude_none=True)
     if message.pictures and message.role != "user":
-        why = f"a message of role {message.role!r} has a picture; only messages of role 'user' may have pictures"
-        raise bad_request(why, "messages")
+        raise bad_request(f"a message of role {message.role!r} has a picture; the role must be 'user'", "messages")
     if isinstance(message.content, list):
         parts = [_plain_part(part, reads_pictures) for part in message.content]
         plain["content"] = parts if message.pictures else "".join(part["text"] for part in parts)

@@ -155,21 +155,16 @@ class Engine:
 
     async def read(self, ids: list[int], alternatives: int, model: str | None = None) -> list[Likelihood]:
         """Compute the log-probability of each token of a prompt, except the first token, in one forward pass."""
-        token_limit = _LOGITS_BYTES // (4 * self.vocabulary)
-        if len(ids) > token_limit:
-            message = f"the prompt has {len(ids)} tokens; with echo and logprobs the limit is {token_limit}"
-            raise bad_request(message, "prompt")
+        most = _LOGITS_BYTES // (4 * self.vocabulary)
+        if len(ids) > most:
+            raise bad_request(f"the prompt has {len(ids)} tokens; with echo and logprobs the limit is {most}", "prompt")
         return await asyncio.to_thread(self._read, ids, alternatives, model)
 
     @torch.no_grad()
     def _read(self, ids: list[int], alternatives: int, model: str | None) -> list[Likelihood]:
-        places = (
-            self.model(input_ids=torch.tensor([ids]), **self._adapter(model)).logits[0, :-1].float().log_softmax(-1)
-        )
-        return [
-            Likelihood(token, float(place[token]), likeliest(place, alternatives))
-            for token, place in zip(ids[1:], places, strict=True)
-        ]
+        logits = self.model(input_ids=torch.tensor([ids]), **self._adapter(model)).logits[0, :-1]
+        rows = zip(ids[1:], logits.float().log_softmax(-1), strict=True)
+        return [Likelihood(token, float(row[token]), likeliest(row, alternatives)) for token, row in rows]
 
     async def ready(self, seconds: float) -> str:
         """Return "" if within `seconds` the ranks complete a collective or send a token, otherwise the reason."""

@@ -50,10 +50,7 @@ class Forwards:
         self._longest: int = min(limit for limit in limits if limit)
         if pooling is not None and pooling.lower_case:
             if not chat.tokenizer.is_fast:
-                raise UnsupportedModelError(
-                    "the model lower-cases its texts, which only a fast tokenizer supports; this model has a slow"
-                    " tokenizer"
-                )
+                raise UnsupportedModelError("the model lower-cases its texts, which needs a fast tokenizer")
             # sentence-transformers lower-cases a text before the tokenizer's other normalizers, so they come second.
             backend = chat.tokenizer.backend_tokenizer
             others = [] if backend.normalizer is None else [backend.normalizer]

@@ -126,8 +126,7 @@ class Generation:
             raise bad_request("the request has no prompt", "prompt")
         for name, tokens in (("stop_token_ids", request.stop_token_ids), ("logit_bias", request.logit_bias)):
             if any(token >= self._engine.vocabulary for token in tokens):
-                message = f"{name} has an unknown token id; the model has {self._engine.vocabulary} tokens"
-                raise bad_request(message, name)
+                raise bad_request(f"{name} has an unknown token; the model has {self._engine.vocabulary} tokens", name)
         if any(not 0 < len(stop) <= STOP_LENGTH for stop in request.stop):
             raise bad_request(f"a stop string is empty or too long; send 1 to {STOP_LENGTH} characters", "stop")
 
@@ -151,8 +150,7 @@ class Generation:
         settings, seed = self._settings(request), seed_of(request.seed)
         constraint = request.constraint(self._chat.forced_calls(choice) if choice.forced else None)
         if constraint is not None and request.ignore_eos:
-            message = f"the request has ignore_eos and {constraint.param}; remove one of the two fields"
-            raise bad_request(message, "ignore_eos")
+            raise bad_request(f"the request has ignore_eos and {constraint.param}; remove one of the two", "ignore_eos")
         ends = frozenset(request.stop_token_ids).union(() if request.ignore_eos else self._engine.ends)
         for prompt in prompts:
             self._engine.check_prompt(prompt.ids)

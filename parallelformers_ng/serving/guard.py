@@ -116,6 +116,11 @@ class AccessGuard:
         self._giving_back: asyncio.Future[None] | None = None
         self._large = _RateLimiter(LARGE_BYTES_A_SECOND)
         self._refusals = _RateLimiter(REFUSALS_A_SECOND, _REFUSALS_AT_ONCE)
+        # Preflight requests have no key, and pages of other origins read refusals, so CORS comes before the checks.
+        self._served: ASGIApp = self._serve
+        if options.cors:
+            methods, seen = ["GET", "POST"], ["X-Request-Id"]
+            self._served = CORSMiddleware(self._serve, options.cors, methods, allow_headers=["*"], expose_headers=seen)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -142,7 +147,8 @@ class AccessGuard:
 
         self.in_flight += 1
         try:
-            await self._serve(scope, receive, noting)
+            with contextlib.suppress(TimeoutError):  # the client reads the answer too slowly
+                await self._served(scope, receive, noting)
         finally:
             self.in_flight -= 1
             status = status if ended else CLIENT_WENT
@@ -156,13 +162,14 @@ class AccessGuard:
             body = await self._body(Request(scope, receive))
             if len(body) > LARGE_BYTES:
                 if self._large.wait() > self._options.client_timeout:
-                    why = "too many large requests are waiting; send the request again later"
-                    raise ApiError(503, why, code="overloaded")
+                    raise ApiError(503, "too many large requests are waiting; try again later", code="overloaded")
                 await self._large.turn(len(body))
         except ClientDisconnect:
             return
         except ApiError as error:
-            await self._refuse(error, scope, receive, send)
+            response = error.response()
+            response.headers["Connection"] = "close"  # because the server does not read the rest of the request
+            await response(scope, receive, send)
             return
         messages: asyncio.Queue[Message] = asyncio.Queue()
         messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
@@ -191,11 +198,8 @@ class AccessGuard:
         if sum(map(len, chain(*scope["headers"]))) > MAX_HEADER_BYTES:
             raise ApiError(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes")
         if self.draining:
-            why = "the server is shutting down; send the request to another server, or later"
-            raise ApiError(503, why, code="draining")
-        # A browser sends CORS preflight requests without a key, so they need none.
-        preflight = scope["method"] == "OPTIONS" and self._options.cors
-        if self._options.api_key is not None and not preflight and not self._has_key(scope):
+            raise ApiError(503, "the server is shutting down; use another server, or try again later", code="draining")
+        if self._options.api_key is not None and not self._has_key(scope):
             why = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
             raise ApiError(401, why, code="invalid_api_key")
 
@@ -212,15 +216,6 @@ class AccessGuard:
         elif kind.lower() != b"bearer":
             return False
         return hmac.compare_digest(key.strip(), self._options.api_key.encode())
-
-    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        response = error.response()
-        response.headers["Connection"] = "close"  # because the server does not read the rest of the request
-        app: ASGIApp = response
-        if self._options.cors:  # without CORS headers, a page of another origin could not read the error
-            app = CORSMiddleware(response, allow_origins=self._options.cors)
-        with contextlib.suppress(TimeoutError):
-            await app(scope, receive, send)
 
     async def _body(self, request: Request) -> bytes:
         limit = self._max_body_bytes

@@ -56,21 +56,16 @@ class Kind:
         return f"{description}; sound in requests is refused" if self.reads_sound else description
 
 
-def is_gguf(name: str) -> bool:
-    """Whether a model is a GGUF file of llama.cpp."""
-    return name.endswith(".gguf")
-
-
 def kind_of(name: str, revision: str | None = None) -> Kind:
     """Find out from a model's configuration what the model reads and writes.
 
     The function reads no weights, except those of sentence-transformers' modules after the pooling. A GGUF file counts
     as a text model without being opened.
     """
-    if is_gguf(name):
+    if name.endswith(".gguf"):
         return Kind()
     name = base_of_adapter(name) or name
-    source = read_source(name, {} if revision is None else {"revision": revision})
+    source = read_source(name, {"revision": revision})
     config = source.config
     assert config is not None
     cls = class_of(config, source.location)

@@ -18,7 +18,7 @@ from parallelformers_ng.runtime.freed_memory import trim_heap
 
 
 @functools.lru_cache(maxsize=2)
-def grammar_tokenizer(packed: bytes, vocab_size: int, ends: tuple[int, ...]) -> Any:
+def _grammar_tokenizer(packed: bytes, vocab_size: int, ends: tuple[int, ...]) -> Any:
     """Convert a Hugging Face tokenizer to a tokenizer of llguidance. The conversion takes about a second.
 
     Args:
@@ -31,10 +31,11 @@ def grammar_tokenizer(packed: bytes, vocab_size: int, ends: tuple[int, ...]) -> 
     return LLTokenizer(zlib.decompress(packed).decode(), n_vocab=vocab_size, eos_token=list(ends))
 
 
-def matcher_of(grammar: str, tokenizer: Any) -> Any:
+def matcher_of(grammar: str, packed: bytes, vocab_size: int, ends: tuple[int, ...]) -> Any:
     """Make an llguidance matcher for answers; `is_error()` of it is true if the grammar is invalid or too expensive."""
     from llguidance import LLMatcher, LLParserLimits
 
+    tokenizer = _grammar_tokenizer(packed, vocab_size, ends)
     limits = LLParserLimits(max_grammar_size=MAX_SYMBOLS, initial_lexer_fuel=_WORK)
     return _with_deep_stack(lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=limits))
 
@@ -87,7 +88,7 @@ class Grammar(LogitsProcessor):
 
     Attributes:
         grammar: grammar in llguidance's format.
-        packed, vocab_size, ends: same as in `grammar_tokenizer`.
+        packed, vocab_size, ends: same as in `_grammar_tokenizer`.
         prompt: number of tokens before the answer.
     """
 
@@ -117,7 +118,7 @@ class Grammar(LogitsProcessor):
         if self not in _read:
             if len(self.grammar) > LARGE_CHARACTERS:
                 weakref.finalize(self, trim_heap)  # registered before `_read` refers to it, so it runs last
-            _read[self] = matcher_of(self.grammar, grammar_tokenizer(self.packed, self.vocab_size, self.ends)), 0
+            _read[self] = matcher_of(self.grammar, self.packed, self.vocab_size, self.ends), 0
         matcher, count = _read[self]
         if tokens[count:]:
             matcher.consume_tokens(tokens[count:])

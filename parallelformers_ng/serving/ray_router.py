@@ -24,9 +24,7 @@ class FewestRequests(RequestRouter):
         """Initialize the router; Ray Serve calls this method once, in the place of `__init__`."""
         self._open_requests: dict[str, tuple[Any, Any]] = {}  # request id → (replica id, future of the routing)
 
-    async def choose_replicas(
-        self, candidate_replicas: Sequence[Any], pending_request: Any = None
-    ) -> list[Sequence[Any]]:
+    async def choose_replicas(self, candidate_replicas: Sequence[Any], pending_request: Any = None) -> list[Any]:
         """Return two groups of replicas to try in turn: the replica with the fewest open requests, then all others.
 
         Replicas with equally many requests are in random order. The request counts as sent to the first replica until

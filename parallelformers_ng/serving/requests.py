@@ -170,8 +170,7 @@ class ToolCall(Fields):
 
 
 def _refuse_field(value: Any, info: Any) -> Any:
-    why = f"a message has {info.field_name}, which the server does not support; remove the field"
-    raise bad_request(why, "messages")
+    raise bad_request(f"a message has {info.field_name}, which the server does not support; remove it", "messages")
 
 
 _Unsupported = Annotated[Any, AfterValidator(_refuse_field)]

@@ -23,7 +23,7 @@ from parallelformers_ng.serving.app import create_app
 from parallelformers_ng.serving.guard import AccessGuard, PatientProtocol
 from parallelformers_ng.serving.listening import bound
 from parallelformers_ng.serving.logs import log, set_up_logs
-from parallelformers_ng.serving.model_kinds import Kind, is_gguf, kind_of
+from parallelformers_ng.serving.model_kinds import Kind, kind_of
 from parallelformers_ng.serving.models import peft_names
 from parallelformers_ng.serving.serve_options import ServeOptions
 
@@ -114,14 +114,15 @@ def load(options: ServeOptions, kind: Kind) -> tuple[Any, Any]:
     For a model that reads pictures or transcribes sound, the function returns the transformers processor instead of the
     tokenizer. If a processor for pictures cannot be loaded, the function logs a warning and returns the tokenizer.
     """
-    arguments: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
     source: Any = options.model
-    if is_gguf(options.model):
+    arguments: dict[str, Any] = {}
+    if options.model.endswith(".gguf"):
         source, tokenizer = _from_gguf(Path(options.model).expanduser(), options.dtype)
     else:
         base = base_of_adapter(options.model)
         has_tokenizer = base is None or (Path(options.model) / "tokenizer_config.json").is_file()
         tokenizer = _tokenizer(options.model if has_tokenizer else base, options.revision, kind)
+        arguments["revision"] = options.revision
     if options.adapters:
         if not kind.writes_text:
             message = f"lora_modules is only for models that write text; the output of {options.model} is {kind}"
@@ -174,10 +175,8 @@ def _from_gguf(path: Path, dtype: str | None) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source)
         return AutoModelForCausalLM.from_pretrained(**source, dtype=dtype or "float32"), tokenizer
-    except ImportError as error:
-        raise UnsupportedModelError(f"reading the GGUF file {path} needs another package: {error}") from None
-    except ValueError as error:  # transformers cannot read this architecture from GGUF files
-        raise UnsupportedModelError(f"transformers cannot read {path}: {error}") from None
+    except (ImportError, ValueError) as error:  # a package is missing, or transformers does not know the architecture
+        raise UnsupportedModelError(f"transformers cannot read the GGUF file {path}: {error}") from None
 
 
 def warm_up(model: Any) -> None:

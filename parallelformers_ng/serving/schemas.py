@@ -12,13 +12,7 @@ from typing import Any
 from parallelformers_ng.runtime.freed_memory import trim_heap
 from parallelformers_ng.serving.api_errors import ApiError, bad_request
 from parallelformers_ng.serving.bare_calls import JSON_STYLE
-from parallelformers_ng.serving.processors import (
-    LARGE_CHARACTERS,
-    MAX_CHARACTERS,
-    Grammar,
-    grammar_tokenizer,
-    matcher_of,
-)
+from parallelformers_ng.serving.processors import LARGE_CHARACTERS, MAX_CHARACTERS, Grammar, matcher_of
 from parallelformers_ng.serving.structured import Constraint
 
 
@@ -57,9 +51,8 @@ class Schemas:
         except (ValueError, RecursionError) as error:
             raise bad_request(f"{param}: {error}", param) from None
         if len(grammar) > MAX_CHARACTERS:
-            message = f"{param} has {len(grammar)} characters as a grammar; the limit is {MAX_CHARACTERS}"
-            raise bad_request(message, param)
-        matcher = matcher_of(grammar, grammar_tokenizer(self._packed, self._vocab_size, self._ends))
+            raise bad_request(f"{param} has {len(grammar)} characters as grammar; the limit is {MAX_CHARACTERS}", param)
+        matcher = matcher_of(grammar, self._packed, self._vocab_size, self._ends)
         if not matcher.is_error():
             matcher.compute_bitmask()  # sets the error state if the grammar is too complex at the first token
         why = matcher.get_error() if matcher.is_error() else ""

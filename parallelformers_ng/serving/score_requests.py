@@ -40,20 +40,21 @@ class ScoreRequest(ApiRequest):
             first = first * len(second)
         if len(first) != len(second):
             texts = f"{len(first)} first texts and {len(second)} second texts"
-            why = f"the request has {texts}; send one first text, or the same number of both"
-            raise bad_request(why, "text_1")
+            raise bad_request(f"the request has {texts}; send one first text, or the same number of both", "text_1")
         return list(zip(first, second, strict=True))
 
     def _texts(self, *names: str) -> list[str]:
         values: list[list[str]] = [value for name in names if (value := getattr(self, name)) is not None]
         if len(values) != 1:
-            message = f"the request has {len(values)} of the fields {', '.join(names)}; send exactly one"
-            raise bad_request(message, names[0])
+            raise bad_request(f"the request has {len(values)} of the fields {', '.join(names)}; send one", names[0])
         return values[0]
 
 
 class Document(Fields):
     text: str
+
+
+_Text = str | Document
 
 
 class RerankRequest(ApiRequest):
@@ -69,9 +70,7 @@ class RerankRequest(ApiRequest):
     route = RERANK
 
     query: str
-    documents: Annotated[
-        list[str | Document], BeforeValidator(as_list, json_schema_input_type=str | list[str | Document])
-    ]
+    documents: Annotated[list[_Text], BeforeValidator(as_list, json_schema_input_type=str | list[_Text])]
     top_n: Annotated[int, Field(ge=0)] = 0
     return_documents: bool = True
     use_activation: bool = True

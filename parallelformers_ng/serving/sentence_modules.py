@@ -15,10 +15,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from parallelformers_ng.checkpoint.files import open_file
 from parallelformers_ng.errors import CheckpointError, UnsupportedModelError
 
-_TRANSFORMER_FILES = tuple(
-    f"sentence_{kind}_config.json"
-    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-)
+_ARCHITECTURES = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 _TRANSFORMER: dict[str, Any] = {
     "transformer_task": "feature-extraction",
     "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
@@ -201,7 +198,7 @@ def _modes(config: dict[str, Any], name: str) -> list[str]:
 
 def _transformer_settings(files: SentenceFiles) -> tuple[bool, int | None]:
     """Read (`do_lower_case`, `max_seq_length`) of the Transformer module of sentence-transformers."""
-    configs = (files.json(file) for file in _TRANSFORMER_FILES)
+    configs = (files.json(f"sentence_{name}_config.json") for name in _ARCHITECTURES)
     config: dict[str, Any] = next((settings for settings in configs if settings is not None), {})
     for key, value in config.items():
         if key in ("max_seq_length", "do_lower_case", *_HARMLESS) or not value:

@@ -169,22 +169,16 @@ class ServeOptions:
         """Name of each adapter, as requests use it → its folder or its name on the hub."""
         paths: dict[str, str] = {}
         for word in self.lora_modules:
-            name, _, path = word.partition("=")
-            if not name or not path:
-                raise ParallelError(f"lora_modules has {word!r}; write NAME=PATH, such as sql=adapters/sql")
+            name, path = word.split("=", 1)
             if name in paths or name == self.name:
-                message = f"lora_modules has the name {name!r}, which another model has already; choose another name"
-                raise ParallelError(message)
+                raise ParallelError(f"lora_modules has the name {name!r}, which another model has; choose another name")
             paths[name] = path
         return paths
 
     @property
     def fit(self) -> FitOptions:
         sizes: dict[int | str, int | str] = {}
-        for word in self.max_memory:
-            device, equals, size = word.partition("=")
-            if not equals:
-                raise ParallelError(f"max_memory has {word!r}; write DEVICE=SIZE, such as 0=10GiB or cpu=64GiB")
+        for device, size in (word.split("=", 1) for word in self.max_memory):
             sizes[int(device) if device.isdecimal() else device] = int(size) if size.isdecimal() else size
         folder, cache = self.offload_folder, self.cache
         return FitOptions(self.strategy, self.tensor, self.ratio or None, sizes or None, folder, cache)
@@ -219,6 +213,8 @@ _FORMS = {
         re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+"),
         "write an origin, such as https://example.org, or * for all origins",
     ),
+    "max_memory": (re.compile(r"[^=]+=.+"), "write DEVICE=SIZE, such as 0=10GiB or cpu=64GiB"),
+    "lora_modules": (re.compile(r"[^=]+=.+"), "write NAME=PATH, such as sql=adapters/sql"),
     "autoscaling": (re.compile(r"\w+=(\d+(\.\d*)?|\.\d+)"), "write NAME=NUMBER, such as min_replicas=1 max_replicas=4"),
 }
 """Form of each word of an option, and advice; the key is secret, so its error does not show it."""

@@ -204,19 +204,17 @@ class CompletionShape(Shape):
             self._note(logprobs, index, each.token, each, shown)
         return logprobs
 
-    def _note(
-        self, logprobs: dict[str, list[Any]], index: int, token: int, each: Likelihood | None, raw: bytes
-    ) -> None:
-        """Append one token to the lists of `logprobs`; `each` is None for the first token of a prompt."""
+    def _note(self, lists: dict[str, list[Any]], index: int, token: int, each: Likelihood | None, raw: bytes) -> None:
+        """Append one token to the lists of the field `logprobs`; `each` is None for the first token of a prompt."""
         if index not in self._decoders:
             self._decoders[index] = codecs.getincrementaldecoder("utf-8")("replace")
             if not self._tokenizer.decode([token]).startswith(" "):
                 raw = raw.removeprefix(b" ")  # `decode` drops the space at the start of a text
         text = self._token_bytes.text
-        logprobs["tokens"].append(text(token))
-        logprobs["token_logprobs"].append(each and max(each.logprob, _MIN_LOGPROB))
-        logprobs["top_logprobs"].append(each and {text(other): logprob for other, logprob in each.top})
-        logprobs["text_offset"].append(self._characters[index])  # in characters, as in OpenAI's API
+        lists["tokens"].append(text(token))
+        lists["token_logprobs"].append(each and max(each.logprob, _MIN_LOGPROB))
+        lists["top_logprobs"].append(each and {text(other): logprob for other, logprob in each.top})
+        lists["text_offset"].append(self._characters[index])  # in characters, as in OpenAI's API
         self._characters[index] += len(self._decoders[index].decode(raw))
 
 

@@ -132,8 +132,7 @@ class GuidedFields(Fields):
         constraints = [each for each in guides if each is not None]
         if len(constraints) > 1:
             names = " and ".join(each.param for each in constraints)
-            message = f"an answer can have only one constraint, but the request has {names}"
-            raise bad_request(message, constraints[1].param)
+            raise bad_request(f"an answer can have one constraint, but the request has {names}", constraints[1].param)
         return constraints[0] if constraints else None
 
 

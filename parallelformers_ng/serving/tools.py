@@ -107,12 +107,9 @@ def response_template(tokenizer: Any, chat_template: str | None) -> dict[str, An
     question = [{"role": "user", "content": "?"}]
     answered = [*question, {"role": "assistant", "content": "", "tool_calls": calls}]
     try:
-        before, after = (
-            tokenizer.apply_chat_template(
-                messages, tools=tools, chat_template=chat_template, tokenize=False, add_generation_prompt=prompts
-            )
-            for messages, prompts in ((question, True), (answered, False))
-        )
+        options = {"tools": tools, "chat_template": chat_template, "tokenize": False}
+        before = tokenizer.apply_chat_template(question, add_generation_prompt=True, **options)
+        after = tokenizer.apply_chat_template(answered, **options)
     except Exception:  # a chat template without support for tools may raise any error
         return None
     if not after.startswith(before):
@@ -142,13 +139,8 @@ def _template_of(written: str, end: str) -> dict[str, Any] | BareForm | None:
             return BareForm(name, arguments)
         within = "" if one is not call else "content."
         function = {"name": f"{{{within}{name}}}", "arguments": f"{{{within}{arguments}}}"}
-        calls = {
-            "open": opening,
-            "content": "json",
-            "repeats": True,
-            "transform": {"type": "function", "function": function},
-            "transform_each": one is not call,
-        }
+        calls: dict[str, Any] = {"open": opening, "content": "json", "repeats": True, "transform_each": one is not call}
+        calls["transform"] = {"type": "function", "function": function}
         if closing:
             calls["close"] = closing
         return {"start_anchor": opening, "fields": {"tool_calls": calls, "content": {"content": "text"}}}

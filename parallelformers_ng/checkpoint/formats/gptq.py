@@ -6,6 +6,7 @@ Several integers are packed in each word of 32 bits.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from parallelformers_ng.checkpoint.formats.numbers import Blocks, Unpacked, in_order, levels
 from parallelformers_ng.checkpoint.formats.stored_tensors import FLOATS, INTEGERS, StoredTensors
@@ -45,9 +46,7 @@ def awq(stored: StoredTensors) -> dict[str, Node]:
     return _weights(stored, bits, 1, _TURNS, levels(bits))
 
 
-def _weights(
-    stored: StoredTensors, bits: int, dim: int, places: tuple[int, ...], points_of: torch.Tensor
-) -> dict[str, Node]:
+def _weights(stored: StoredTensors, bits: int, dim: int, places: tuple[int, ...], points_of: Tensor) -> dict[str, Node]:
     """Return an expression for each weight, by name, and remove the stored tensors of the weights from `stored`.
 
     Args:

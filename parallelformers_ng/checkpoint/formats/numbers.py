@@ -121,9 +121,7 @@ class Pairs(ByLines):
         wide = cut if wanted is None else {**cut, self.dim: tuple((2 * start, 2 * stop) for start, stop in wanted)}
         values = read(self.values, wide, rank).to(torch.int8)
         if values.numel() and not -8 <= int(values.min()) <= int(values.max()) <= 7:
-            raise CheckpointError(
-                f"{self.name} is damaged: its values are {int(values.min())} to {int(values.max())}, not -8 to 7"
-            )
+            raise CheckpointError(f"{self.name} is damaged: it has values that are not -8 to 7")
         first, second = values.unflatten(self.dim, (-1, 2)).unbind(self.dim + 1)
         return (first & 15 | second << 4).view(torch.uint8)
 

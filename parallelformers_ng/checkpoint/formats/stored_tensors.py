@@ -24,6 +24,8 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
 
+Sizes = Sequence[int | None]  # a required shape, in which None is any size
+
 
 @dataclass(eq=False)
 class StoredTensors:
@@ -60,14 +62,12 @@ class StoredTensors:
         """Return the names of tensors that end with `ending`, with that ending removed."""
         return [name.removesuffix(ending) for name in self.state if name.endswith(ending)]
 
-    def take(
-        self, name: str, of: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | None] | None = None
-    ) -> Node:
+    def take(self, name: str, of: str, dtypes: Sequence[torch.dtype], shape: Sizes | None = None) -> Node:
         """Remove a required tensor from `state`, and return its node.
 
         Args:
             of: name of the weight that needs the tensor, for the error.
-            shape: required shape, in which None is any size; None for any shape.
+            shape: required shape; None for any shape.
         """
         if name not in self.state:
             raise self.damaged(f"{name} is missing; {of} cannot be read without it")
@@ -78,11 +78,11 @@ class StoredTensors:
             self.check(name, node, shape)
         return node
 
-    def maybe(self, name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | None] | None = None) -> Node | None:
+    def maybe(self, name: str, dtypes: Sequence[torch.dtype], shape: Sizes | None = None) -> Node | None:
         """Remove an optional tensor from `state`, and return its node; None if `state` does not have the tensor."""
         return self.take(name, name, dtypes, shape) if name in self.state else None
 
-    def check(self, name: str, node: Node, shape: Sequence[int | None]) -> None:
+    def check(self, name: str, node: Node, shape: Sizes) -> None:
         if len(node.shape) != len(shape) or any(s not in (None, n) for n, s in zip(node.shape, shape, strict=True)):
             wanted = ", ".join("any" if size is None else str(size) for size in shape)
             raise self.damaged(f"the shape of {name} is {list(node.shape)}; it must be [{wanted}]")
@@ -156,7 +156,7 @@ class StoredTensors:
             assert isinstance(block, int)
             encoding = Encoding(kind, inputs, block)
             if encoding.fits_kernels(size // block) or not self.dequantize:
-                return self._as_stored(name, values, scales, sizes, encoding)
+                return self._decoded(name, values, scales, sizes, encoding)
         self.reasons[name] = why
         return Scaled(shape, self.dtype, values, scales, sizes, zeros)
 
@@ -174,9 +174,7 @@ class StoredTensors:
             return f"its scales are {scales.dtype}, which {self.dtype} cannot represent; pass another dtype="
         return ""
 
-    def _as_stored(
-        self, name: str, values: Node, scales: Node, blocks: Sequence[Blocks], encoding: Encoding
-    ) -> Decoded:
+    def _decoded(self, name: str, values: Node, scales: Node, blocks: Sequence[Blocks], encoding: Encoding) -> Decoded:
         """Return an expression for a weight that ranks can hold quantized. Ranks need a scale for each output, so the
         scale of a block of several outputs is repeated."""
         shape, dim = values.shape, encoding.dim % len(values.shape)
@@ -195,9 +193,7 @@ class StoredTensors:
         """Read and check the group number of each input, int64 `[inputs]`; `count` is the number of groups."""
         groups = read(order, {}).long()
         if groups.numel() and not 0 <= int(groups.min()) <= int(groups.max()) < count:
-            raise self.damaged(
-                f"{name} has group numbers {int(groups.min())} to {int(groups.max())}; they must be 0 to {count - 1}"
-            )
+            raise self.damaged(f"{name} has group numbers that are not 0 to {count - 1}")
         return groups
 
     def header(self) -> dict[str, str]:

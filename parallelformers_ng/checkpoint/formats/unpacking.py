@@ -7,7 +7,7 @@ of the same format. A weight in another format becomes high precision if the cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from parallelformers_ng.checkpoint.encoded import stored_encoding
 from parallelformers_ng.checkpoint.formats.bitsandbytes import bitsandbytes
@@ -15,18 +15,11 @@ from parallelformers_ng.checkpoint.formats.gptq import awq, gptq
 from parallelformers_ng.checkpoint.formats.scaled import compressed_tensors, fp8, mxfp4, torchao
 from parallelformers_ng.checkpoint.formats.stored_tensors import StoredTensors
 from parallelformers_ng.checkpoint.lazy import LazyTensor
-from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.errors import UnsupportedModelError
 
-_FORMATS: dict[str, Callable[[StoredTensors], dict[str, Node]]] = {
-    "fp8": fp8,
-    "compressed-tensors": compressed_tensors,
-    "mxfp4": mxfp4,
-    "bitsandbytes": bitsandbytes,
-    "torchao": torchao,
-    "gptq": gptq,
-    "awq": awq,
-}
+# The name of each reader is the `quant_method` that it reads.
+_READERS = (fp8, compressed_tensors, mxfp4, bitsandbytes, torchao, gptq, awq)
+_FORMATS = {reader.__name__.replace("_", "-"): reader for reader in _READERS}
 
 
 def unpacked(stored: StoredTensors) -> dict[str, LazyTensor]:
