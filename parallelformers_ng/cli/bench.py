@@ -72,10 +72,8 @@ class Report:
 
         For example, `["median"]["decode"]["2 ranks"]` is in tokens per second; `["bandwidth_share"]["2 ranks"]` ≤ 1.
         """
-        medians = {
-            task: {name: statistics.median(values) for name, values in figures.items()}
-            for task, figures in (("prefill", self.prefill), ("decode", self.decode))
-        }
+        tasks = {"prefill": self.prefill, "decode": self.decode}
+        medians = {task: {name: statistics.median(speeds[name]) for name in speeds} for task, speeds in tasks.items()}
         shares = {name: self.bandwidth_share(name) for name in self.decode}
         return dataclasses.asdict(self) | {"median": medians, "bandwidth_share": shares}
 

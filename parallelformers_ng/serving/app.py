@@ -76,15 +76,15 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind) ->
 
     for told in (status.health, status.ready, status.metrics, status.status, status.plan):
         app.add_api_route(f"/{told.__name__}", told)
-    for path, name, kind in _PAGE:
-        app.add_api_route(path, _asset((_FOLDER / name).read_bytes(), kind), include_in_schema=False)
+    for path, name, text_kind in _PAGE:
+        app.add_api_route(path, _asset((_FOLDER / name).read_bytes(), text_kind), include_in_schema=False)
     app.add_api_route("/docs", _asset(_api_page(app), "html"), include_in_schema=False)
     return AccessGuard(app, options, engine.metrics, reads_media=processor is not None)
 
 
-def _asset(content: bytes | str, kind: str) -> Any:
+def _asset(content: bytes | str, text_kind: str) -> Any:
     async def serve() -> Response:
-        return Response(content, media_type=f"text/{kind}", headers=_HEADERS)
+        return Response(content, media_type=f"text/{text_kind}", headers=_HEADERS)
 
     return serve
 

@@ -194,11 +194,8 @@ class Generation:
         temperature = request.temperature
         if temperature is None:
             temperature = (model_config.temperature or 1.0) if model_config.do_sample else 1.0
-        settings: dict[str, Any] = {
-            "max_new_tokens": min(request.token_limit or self._engine.options.max_tokens, 1 << 31),
-            "do_sample": temperature > 0,
-            "temperature": temperature or None,
-        }
+        settings: dict[str, Any] = {"do_sample": temperature > 0, "temperature": temperature or None}
+        settings["max_new_tokens"] = min(request.token_limit or self._engine.options.max_tokens, 1 << 31)
         for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", None)):
             value = getattr(request, name)
             if temperature == 0:

@@ -133,18 +133,15 @@ def load(options: ServeOptions, kind: Kind) -> tuple[Any, Any]:
     if device == "auto" and options.launcher == "local" and not torch.cuda.is_available():
         log.warning("the machine has no GPU: the ranks run on the CPU (--device cpu silences this warning)")
         device = "cpu"
+    replicas = options.replicas if options.launcher == "local" else 1
+    workers = {"device": device, "timeout": options.timeout, "launcher": options.launcher, "replicas": replicas}
     model = parallelize(
         source,
         options.num_gpus,
         dtype=options.dtype,
         fit=options.fit,
         quantize=options.quantize,
-        workers={
-            "device": device,
-            "timeout": options.timeout,
-            "launcher": options.launcher,
-            "replicas": options.replicas if options.launcher == "local" else 1,
-        },
+        workers=workers,
         batching=options.batching,
         model_class=kind.model_class,
         **arguments,
