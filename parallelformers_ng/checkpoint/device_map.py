@@ -76,7 +76,7 @@ def balanced_device_map(
 
 
 def _tied_homes(unit_tensors: dict[str, Sizes]) -> dict[str, str]:
-    """Map each module that must stay whole to the first module with which it is tied: they share a tensor."""
+    """Map each module to the first module with which it shares a tensor, directly or through others; else to itself."""
     homes: dict[str, str] = {}
     owners: dict[Hashable, str] = {}
     for unit, tensors in unit_tensors.items():
@@ -102,7 +102,7 @@ def _cache_bytes(model: PreTrainedModel, batch: int, length: int) -> dict[str, i
     for path, module in model.named_modules():
         index = getattr(module, "layer_idx", None)
         if is_within(path, start) and isinstance(index, int) and index < len(layers) and _is_attention(module):
-            tokens = getattr(layers[index], "max_cache_len", 0)  # layers without KV cache count 0
+            tokens = getattr(layers[index], "max_cache_len", 0)  # a layer without KV cache has no length
             cache_bytes[path] = 2 * batch * tokens * heads * width * model.dtype.itemsize
     return cache_bytes
 

@@ -36,7 +36,7 @@ class Decoded(Computed):
         if dim not in cut:
             return self.encoding.decode(read(numbers, rest, rank), scale, self.dtype)
         pieces = []
-        for start, stop in cut[dim]:  # a byte may hold two elements: read whole bytes, then drop the elements outside
+        for start, stop in cut[dim]:  # two elements may share a byte, so read whole bytes and drop surplus elements
             first, last = _widened(start, stop, per_byte)
             stored = read(numbers, {**rest, dim: ((first // per_byte, last // per_byte),)}, rank)
             own = scale if scale.shape[dim] == 1 else scale.index_select(dim, torch.arange(first, last) // block)
@@ -66,7 +66,7 @@ class EncodedPart(ByLines):
             return self._of(read_copy(self.weight, cut, rank))
         each = self.weight.shape[dim] // self.shape[dim]
         pieces = []
-        for start, stop in cut[dim]:  # a scale needs its whole block: read whole blocks, then drop results outside
+        for start, stop in cut[dim]:  # a scale depends on a whole block, so read whole blocks and drop surplus results
             first, last = _widened(start * each, stop * each, self.encoding.block)
             piece = self._of(read_copy(self.weight, {**cut, dim: ((first, last),)}, rank))
             pieces.append(piece.narrow(dim, start - first // each, stop - start))
@@ -83,10 +83,10 @@ def _widened(start: int, stop: int, block: int) -> Range:
 
 
 def stored_nodes(plan: ShardPlan, name: str, node: Node) -> dict[str, Node]:
-    """Return what ranks hold for one tensor of the model: storage name → expression that reads it from the checkpoint.
+    """Map the storage names of one tensor of the model to expressions that read the values from the checkpoint.
 
-    A tensor that the plan quantizes becomes two: quantized numbers and scales. If the checkpoint has both in the plan's
-    format, they are read as they are.
+    A tensor that the plan quantizes has two storage names: for its quantized numbers and for its scales. If the
+    checkpoint stores both in the plan's format, the expressions read them unchanged.
     """
     encoding = plan.quantized.get(name)
     if encoding is None:
@@ -105,10 +105,10 @@ def stored_nodes(plan: ShardPlan, name: str, node: Node) -> dict[str, Node]:
 
 
 def stored_encoding(node: Node) -> Decoded | None:
-    """Find the quantized numbers and scales in a checkpoint from which `node` is computed; None if there are none.
+    """Return `node` as one `Decoded` if it is computed from quantized numbers and scales of a checkpoint, else None.
 
-    `node` may be cast, transposed, split, or joined from several quantized tensors (experts). The result is also None
-    for a split or a join along the dimension whose elements share a scale.
+    The operations between them may be casts, transposes, splits, and joins of several quantized tensors (experts). The
+    result is None for a split or a join along the dimension whose elements share a scale.
     """
     if isinstance(node, Decoded):
         return node
@@ -129,7 +129,10 @@ def stored_encoding(node: Node) -> Decoded | None:
         return Decoded(node.shape, node.dtype, encoding, stored[0].parts)
 
     def passed(which: int, per: int) -> Operation:
-        """Apply the operation to the numbers (`which` 0) or scales (1), of which each holds `per` weight elements."""
+        """Apply the operation to the numbers (`which=0`) or scales (`which=1`) instead of the weight.
+
+        Each number or scale stands for `per` elements of the weight.
+        """
         shape, sources = list(node.shape), [each.parts[which] for each in stored]
         shape[dim] //= per
         args = (sources if stacked else sources[0], *node.args[1:])

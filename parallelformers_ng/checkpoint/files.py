@@ -35,8 +35,8 @@ _DTYPES = {**str_to_torch_dtype, "C64": torch.complex64, "F8_E8M0": torch.float8
 DTYPE_NAMES = dict(zip(_DTYPES.values(), _DTYPES, strict=True))
 
 _END_BYTES = 1 << 16
-_OF_ONE_PROCESS = ("_close", "_mapping", "_state")  # not pickled, as valid in one process only
-# what damaged files and failed downloads raise in the libraries that read them
+_OF_ONE_PROCESS = ("_close", "_mapping", "_state")  # not pickled, because only one process can use them
+# Exceptions that safetensors, torch and huggingface_hub raise for damaged files and failed downloads.
 _READING_ERRORS = (
     OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, EOFError, pickle.UnpicklingError,
     safetensors.SafetensorError,
@@ -45,7 +45,7 @@ _READING_ERRORS = (
 
 @contextlib.contextmanager
 def reading_errors(text: str) -> Iterator[None]:
-    """Turn errors of reading or downloading into `CheckpointError`, whose message begins with a text."""
+    """Turn errors of reading or downloading into `CheckpointError`, whose message begins with `text`."""
     try:
         yield
     except _READING_ERRORS as error:
@@ -58,7 +58,7 @@ class CheckpointFile:
 
     Workers on the same host open the file through the first process (`/proc/PID/fd`), also after a restart of the
     workers. So workers read the same file, even if a save has put a new file of the same name into the directory.
-    Workers on other hosts open the file by its path, or from the hub's cache, if it looks like the first file.
+    Workers on other hosts open the file by its path, or in the hub's cache, if its size and a checksum are equal.
 
     Attributes:
         entries: name of each stored tensor → its shape and data type.
@@ -84,7 +84,7 @@ class CheckpointFile:
     def tensor(self, key: str) -> torch.Tensor:
         """Return a stored tensor, on CPU: a view of the mapped file if possible, else a copy.
 
-        The first call in a process opens the file, see `name_to_open`.
+        The first call in a process opens the file.
         """
         raise NotImplementedError
 

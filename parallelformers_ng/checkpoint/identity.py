@@ -28,7 +28,7 @@ def become(tensor: Any, new: Any, keeps_values: bool = False) -> None:
     Args:
         keeps_values: whether the original values stay in memory, because another tensor of the program shares them.
     """
-    with torch._C.DisableTorchFunctionSubclass():  # the override of `RemoteTensor` would slow each access down
+    with torch._C.DisableTorchFunctionSubclass():  # `RemoteTensor.__torch_function__` would slow each access
         _become(tensor, new, keeps_values)
 
 
@@ -91,7 +91,10 @@ class SharedMemory:
         self._own = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors if _has_values(tensor))
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Return whether tensors outside the model share the memory of `tensor`, which the caller replaces next."""
+        """Return whether tensors outside the model share the memory of `tensor`.
+
+        The caller must take `tensor` out of the model afterwards, because later calls do not count it.
+        """
         if not _has_values(tensor):
             return False
         storage = tensor.untyped_storage()

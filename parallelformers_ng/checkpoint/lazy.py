@@ -93,7 +93,9 @@ def turned(node: Node) -> Node:
 
 
 class RemoteTensor(LazyTensor):
-    """A weight whose values are on the workers, or a view of one. Other operations than views return ordinary tensors.
+    """A weight whose values are on the workers, or a view of such a weight.
+
+    View operations return a `RemoteTensor`. All other operations return ordinary tensors.
 
     Each operation that needs values fetches them from the workers again. In-place operations on the weight, and
     `data_ptr`, raise ParallelError.
@@ -127,7 +129,8 @@ class RemoteTensor(LazyTensor):
             return args[0]  # nothing to do: the values are already in memory that several processes can read
         elif func in _BEYOND_OPERATORS:
             whole = values(args[0])
-            if func is torch.Tensor.__deepcopy__:  # `copy.deepcopy` keeps `whole` alive in the memo
+            # `copy.deepcopy` keeps `whole` alive, so that no other tensor gets its id, which is a key of the memo.
+            if func is torch.Tensor.__deepcopy__:
                 return copy.deepcopy(whole, *args[1:])
             whole = whole.as_subclass(ReadOnlyTensor) if func in _SHARING else whole
             return getattr(whole, func.__name__)(*args[1:], **kwargs)

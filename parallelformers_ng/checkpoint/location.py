@@ -172,7 +172,7 @@ def _refuse_by_name(name: str) -> None:
 
 
 def stored_quantization(location: Location) -> dict[str, Any] | None:
-    """Return `quantization_config` of a checkpoint's `config.json`; None if it or the file is missing."""
+    """Return `quantization_config` of a checkpoint's `config.json`; None if the entry or the file is missing."""
     try:
         config, _ = PreTrainedConfig.get_config_dict(location.path, **location.download)
     except OSError as error:  # the directory has weights but no config.json, so nothing says that they are quantized

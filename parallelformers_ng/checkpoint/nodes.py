@@ -104,7 +104,7 @@ class ByLines(Computed):
 
     @abstractmethod
     def lines(self, cut: dict[int, tuple[Range, ...]], rank: int | None) -> torch.Tensor:
-        """Compute one chunk: `cut` has one range along `across`. The data type may differ if it loses no precision."""
+        """Compute the part `cut`, which has one range along `across`. The result may be more precise than `dtype`."""
 
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> torch.Tensor:
         dim = self.across

@@ -43,7 +43,7 @@ class ReadOnlyTensor(torch.Tensor):
             if func in _AS_PLAIN:
                 return func(args[0].as_subclass(torch.Tensor), *args[1:], **kwargs)
             sources = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, cls)]
-            addresses = {tensor.untyped_storage().data_ptr() for tensor in sources} - {0}  # 0 is any empty tensor
+            addresses = {tensor.untyped_storage().data_ptr() for tensor in sources} - {0}  # 0 stands for empty tensors
             with _Refusing(addresses):
                 result = func(*args, **kwargs)
             if func in _ARRAYS and result.ctypes.data == args[0].data_ptr():
@@ -64,7 +64,7 @@ class _Refusing(TorchDispatchMode):
 
 
 def written(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """Return the arguments of a torch operator that it would write to, according to its schema."""
+    """Return the arguments to which a torch operator writes, according to its schema."""
     by_name = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     names = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
     leaves = tree_leaves([by_name[name] for name in by_name if name in names])

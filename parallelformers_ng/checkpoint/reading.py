@@ -31,7 +31,7 @@ View = Callable[[torch.Tensor], torch.Tensor]  # makes a view, such as a transpo
 
 
 def run(node: Operation, operand: Callable[[Node], torch.Tensor]) -> torch.Tensor:
-    """Run a torch operation on whole tensors, which `operand` returns for its operands, and return the whole result."""
+    """Run the operation of `node` on whole tensors; `operand` is a function from an operand's node to its tensor."""
     args, kwargs = tree_map_only(Node, operand, (node.args, node.kwargs))
     name = "aten.reshape.default" if node.name in _VIEWS else node.name
     operation: Any = functools.reduce(getattr, name.split("."), torch.ops)
@@ -43,12 +43,10 @@ def unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-# (operand, function, part of the operand to read). For an operation with one operand, the function turns that part into
-# the wanted part of the result. For an operation that joins tensors, the function returns the view of the result into
-# which that part belongs.
+# What to read for a part of an operation's result: (operand, view, part of the operand). If the operation has a single
+# operand, the view turns that part into the part of the result. If the operation joins operands, the view returns the
+# place in the result to which that part is copied.
 Piece = tuple[Node, View, Cut]
-
-# -- Views and casts: which part of the operand is needed for a part of the result? --------------------------------
 
 
 def _view(node: Operation, cut: Cut) -> Piece | None:
@@ -98,8 +96,6 @@ _TRANSPARENT: dict[str, Callable[[Operation, Cut], Piece | None]] = {
     "aten.unsqueeze.default": _view,
 }
 
-# -- cat and stack: which parts of the operands are needed for a part of the result? -------------------------------
-
 
 def _cat(node: Operation, cut: Cut) -> Iterator[Piece]:
     sources, dim = (*node.args, *(None, 0)[len(node.args) :])  # type: ignore[misc]
@@ -141,7 +137,7 @@ def read_shard(
     Args:
         copy: whether to copy a view that is not contiguous. A caller that passes False must copy the result itself,
             and then call `release(node)`.
-        rows_apart: whether the result may be a view of a matrix whose rows are contiguous, but not the whole matrix.
+        rows_apart: whether the result may be a matrix with gaps between its rows, which are contiguous.
     """
     shape = shard.shape(node.shape)
     if shard.zero or 0 in shape:

@@ -58,7 +58,7 @@ def write_rank(
 
 
 def saved_names(model: PreTrainedModel, plan: ShardPlan) -> list[str]:
-    """Return the storage names of parameters and persistent buffers; a quantized one has two: numbers and scales."""
+    """Return the storage names of the parameters and persistent buffers; a quantized parameter has two names."""
     names = [name for name in torch.nn.Module.state_dict(model) if name in plan.tensors]
     return list(dict.fromkeys(part.storage for name in names for part in plan.parts(name)))
 

@@ -37,7 +37,7 @@ from parallelformers_ng.sharding.wording import human_bytes
 from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 _LINE = 64
-_OWN_PAGES = 16 * mmap.PAGESIZE  # shards from this size on start on a page, so that they can be freed
+_OWN_PAGES = 16 * mmap.PAGESIZE  # larger shards have pages of their own, so that they can be freed
 Read = Callable[[TensorPlan, bool], torch.Tensor]
 
 

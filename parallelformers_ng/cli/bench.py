@@ -68,7 +68,7 @@ class Report:
         return statistics.median(self.decode[name]) * token_bytes / self.bandwidth
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields, medians and bandwidth shares, for JSON.
+        """Return all fields, medians and bandwidth shares, for JSON.
 
         For example, `["median"]["decode"]["2 ranks"]` is in tokens per second; `["bandwidth_share"]["2 ranks"]` ≤ 1.
         """

@@ -180,7 +180,7 @@ def _count(text: str) -> int:
 
 
 def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
-    """Return a function for argparse's `type=` that returns its text unchanged if `check` raises no ParallelError."""
+    """Make a function for argparse's `type=` that returns a text unchanged if `check(text)` raises no ParallelError."""
 
     def convert(text: str) -> str:
         try:

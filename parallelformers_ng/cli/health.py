@@ -14,7 +14,7 @@ _SECONDS = 8.0
 
 
 def options_of(command: Sequence[str]) -> ServeOptions:
-    """Read the options of a server from its command line, which begins with the program: everything up to `serve`."""
+    """Read the options of a server from its command line, such as ["parallelformers-ng", "serve", "--port", "80"]."""
     parsed = commands._parser().parse_args(command[command.index("serve") :])
     return read_serve_options(parsed.config, serve.given_options(parsed))
 

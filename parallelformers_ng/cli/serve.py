@@ -49,7 +49,7 @@ def given_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options that flags set, and the API key of `PARALLELFORMERS_API_KEY` if no flag sets it."""
     flags = {name: value for name, value in vars(options).items() if name not in ("config", "command")}
     if (key := os.environ.get(KEY_VARIABLE)) is not None:
-        if not key and "api_key" not in flags:  # a server without a key would be open
+        if not key and "api_key" not in flags:  # an empty key would open the server to everybody
             raise ParallelError(f"{KEY_VARIABLE} is empty; set a value, or unset the variable")
         flags.setdefault("api_key", key)
     return flags

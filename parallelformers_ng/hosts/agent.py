@@ -203,7 +203,10 @@ class _Agent:
 
 
 def _for_rank(link: Connection, opened: contextlib.ExitStack) -> tuple[FileDescriptor, bytes, bytes]:
-    """Convert a connection to (descriptor, keys), to send to a rank; `opened` closes this process's copy later."""
+    """Convert a connection to the tuple that a rank receives: (descriptor, key for sending, key for receiving).
+
+    This process closes its own descriptor when `opened` closes.
+    """
     connection, session = link
     connection.setblocking(True)
     opened.callback(connection.close)

@@ -119,8 +119,6 @@ class Hosts:
         if os.getpid() == self.owner:
             self._launcher.close(patient=not any(host.is_lost for host in self._hosts))
 
-    # -- The methods below run in the thread that `launch` starts. -----------------------------------------------
-
     def _run(self, world_size: int, order: dict[str, Any], deadline: float) -> None:
         try:
             self._start(world_size, order, deadline)

@@ -27,7 +27,7 @@ class Agent:
         begin = time.monotonic()
         if devices:  # Ray hides all GPUs from this actor, because its ranks, not the actor, have reserved them
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        warm_up()  # starts the fork server, whose imports run in parallel with those below
+        warm_up()  # starts the fork server, which imports in parallel with the lines below
         from parallelformers_ng.hosts import agent
         from parallelformers_ng.wire.meeting import call
 

@@ -68,7 +68,7 @@ class RemoteWorker(Worker):
     """A rank on a host of `Hosts`, which an agent has started.
 
     Attributes:
-        pidfd: descriptor that becomes readable when the rank has ended or its host is lost; no pidfd of Linux.
+        pidfd: eventfd in the place of a Linux pidfd; becomes readable when the rank has ended or its host is lost.
     """
 
     rank: int

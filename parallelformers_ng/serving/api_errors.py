@@ -22,7 +22,8 @@ _JSON = re.compile(r"\s*application/([\w.+-]+\+)?json\b", re.IGNORECASE)
 
 
 _RESPONSE_HEADERS = {
-    401: {"WWW-Authenticate": 'Basic realm="the password is the API key of this server"'},  # so browsers ask for it
+    # This header makes browsers ask for the key.
+    401: {"WWW-Authenticate": 'Basic realm="the password is the API key of this server"'},
     503: {"Retry-After": "1"},  # the client should send the request again after 1 second
 }
 

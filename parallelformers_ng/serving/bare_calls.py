@@ -48,7 +48,7 @@ def plain_messages(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) 
 
 
 def calls_grammar(form: BareForm, tools: Sequence[dict[str, Any]], several: bool) -> str:
-    """Write a grammar, in llguidance's Lark syntax, for one tool call; if `several`, for a list of tool calls."""
+    """Write a grammar, in llguidance's Lark syntax, that allows one tool call; if `several`, a list of tool calls."""
     rules = ['start: "[" call (", " call)* "]"' if several else "start: call"]
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
     for index, tool in enumerate(tools):

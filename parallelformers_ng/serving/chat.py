@@ -40,7 +40,7 @@ class Chat:
 
     @functools.cached_property
     def _takes_parts(self) -> bool:
-        """Whether the chat template drops string content, so that each message needs a list of parts."""
+        """Whether the chat template ignores content that is a string, so that the content must be a list of parts."""
         mark = "parallelformers"
 
         def shows(content: Any) -> bool:
@@ -51,9 +51,9 @@ class Chat:
 
         return not shows(mark) and shows([{"type": "text", "text": mark}])
 
-    def begins_with_special(self, text: str) -> bool:
-        """Whether to add special tokens to a templated text: never with a tokenizer, because the template writes them;
-        with a processor, unless the text begins with BOS."""
+    def needs_special_tokens(self, text: str) -> bool:
+        """Whether to add special tokens to `text`, an output of the chat template: only if the model has a processor,
+        and `text` does not begin with BOS. Templates of models without a processor write special tokens themselves."""
         begin = self.tokenizer.bos_token
         return self._reads_pictures and not (begin is not None and text.startswith(begin))
 
@@ -71,7 +71,7 @@ class Chat:
     def check_length(self, text: str) -> None:
         """Raise an error if a text has too many characters to fit in the token limit of a prompt.
 
-        The check before the tokenizer saves the seconds that it would take for a very long text.
+        The method runs before the tokenizer, which would take seconds for a very long text.
         """
         if len(text) > self._max_tokens * self._longest_token:
             why = f"the prompt has {len(text)} characters, which is more than the limit of {self._max_tokens} tokens"

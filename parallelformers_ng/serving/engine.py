@@ -31,8 +31,8 @@ _LOGITS_BYTES = 1 << 30  # `echo` with `logprobs` is refused for a prompt whose 
 @dataclass(frozen=True)
 class Prompt:
     ids: list[int]
-    inputs: dict[str, Any] = field(default_factory=dict)  # made from pictures; a call with pictures is not batched
-    text: str | None = None  # the prompt of a chat as text, which the parser of the answer reads; None without a chat
+    inputs: dict[str, Any] = field(default_factory=dict)  # further model inputs, such as `pixel_values`
+    text: str | None = None  # prompt of a chat as text, for the parser of the answer; None without a chat
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Engine:
         return [Likelihood(token, float(row[token]), likeliest(row, alternatives)) for token, row in rows]
 
     async def ready(self, seconds: float) -> str:
-        """Return "" if within `seconds` the ranks complete a collective or send a token, otherwise the reason."""
+        """Return "" if the ranks complete a collective or send a token within `seconds`, else why they are late."""
         if self._ping is None or self._ping.done():
             self._ping = asyncio.ensure_future(asyncio.to_thread(deployment_of(self.model).ping))
         start = time.monotonic()
@@ -200,9 +200,9 @@ def seed_of(seed: int | None) -> int:
 
 @dataclass(eq=False)
 class _Tokens(BaseStreamer):
-    """Streamer that sends tokens and likelihoods from the decoding thread to the event loop of the server.
+    """Streamer that sends tokens and log-probabilities from the decoding thread to the event loop of the server.
 
-    A call that is not batched returns its likelihoods only at the end of the call.
+    A call that is not batched returns its log-probabilities only at the end of the call.
     """
 
     loop: asyncio.AbstractEventLoop  # the server's event loop, in another thread than the decoding

@@ -28,7 +28,7 @@ _Read = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 def activation_of(config: Any) -> torch.nn.Module:
-    """Return the function from a classifier's logit to a score that sentence-transformers' `CrossEncoder` would use."""
+    """Return the activation function that sentence-transformers' `CrossEncoder` would apply to a classifier's logit."""
     settings = getattr(config, "sentence_transformers", None) or {}
     path = settings.get("activation_fn") or getattr(config, "sbert_ce_default_activation_function", None) or "Sigmoid"
     name = path.rpartition(".")[2]

@@ -82,7 +82,7 @@ class Generation:
         messages = request.messages or []
         text = await asyncio.to_thread(self._chat.prompt, messages, tools, request.template_arguments)
         special = request.add_special_tokens
-        special = self._chat.begins_with_special(text) if special is None else special
+        special = self._chat.needs_special_tokens(text) if special is None else special
         pictures = [address for message in messages for address in message.pictures]
         if not pictures or self._pictures is None:  # `Chat.prompt` refuses pictures if the model cannot read them
             return Prompt(await asyncio.to_thread(self._chat.ids, text, special), text=text)
@@ -189,7 +189,7 @@ class Generation:
         return jobs
 
     def _settings(self, request: GenerationRequest) -> dict[str, Any]:
-        """Attributes that the request changes in the model's `GenerationConfig`; all others stay as they are."""
+        """Return the attributes of the model's `GenerationConfig` that the request changes, with their new values."""
         model_config = self._engine.model.generation_config
         temperature = request.temperature
         if temperature is None:
@@ -205,7 +205,7 @@ class Generation:
             elif not model_config.do_sample:
                 settings[name] = off  # without `do_sample` the model's value is only a default of transformers
         if request.penalizes:
-            settings["repetition_penalty"] = 1.0  # off here, because `Penalties` applies it in vLLM's order
+            settings["repetition_penalty"] = 1.0  # 1 means none, because `Penalties` applies this penalty
         elif request.repetition_penalty is not None:
             settings["repetition_penalty"] = request.repetition_penalty
         if request.min_tokens:

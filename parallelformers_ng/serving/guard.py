@@ -40,7 +40,7 @@ class _RateLimiter:
     def __init__(self, a_second: float, at_once: float = 1.0) -> None:
         self._a_second = a_second
         self._before = (at_once - 1) / a_second
-        self._free = 0.0  # time on the event loop's clock from which the next caller may pass
+        self._free = 0.0  # the next caller may pass at this time of the event loop's clock
 
     def wait(self) -> float:
         return max(0.0, self._free - asyncio.get_running_loop().time())

@@ -39,7 +39,7 @@ def bound(options: ServeOptions) -> socket.socket:
 def folder_of(name: str, *files: str, option: str = "") -> Path | None:
     """Return the local path of a model or an adapter; None if `name` is a name on the hub.
 
-    A folder must have one of the `files`. `option` is the option with the name, for the error.
+    A folder must have one of the `files`. `option` is the server option that contains `name`, for the error message.
     """
     what = f"{option}: the folder {name}" if option else f"the folder {name}"
     try:
@@ -63,7 +63,8 @@ def _check_template(text: str, file: str) -> None:
     try:
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
     except TemplateSyntaxError as error:
-        if "'generation'" not in str(error) and "'endgeneration'" not in str(error):  # transformers adds this tag
+        # transformers adds the tag `generation` to Jinja, so this tag is no error.
+        if "'generation'" not in str(error) and "'endgeneration'" not in str(error):
             raise ParallelError(f"chat_template is {file!r}, which is no template: {error}") from None
 
 

@@ -32,7 +32,7 @@ def _grammar_tokenizer(packed: bytes, vocab_size: int, ends: tuple[int, ...]) ->
 
 
 def matcher_of(grammar: str, packed: bytes, vocab_size: int, ends: tuple[int, ...]) -> Any:
-    """Make an llguidance matcher for answers; `is_error()` of it is true if the grammar is invalid or too expensive."""
+    """Make an llguidance matcher, whose `is_error()` is true if the grammar is invalid or too expensive."""
     from llguidance import LLMatcher, LLParserLimits
 
     tokenizer = _grammar_tokenizer(packed, vocab_size, ends)
@@ -117,7 +117,8 @@ class Grammar(LogitsProcessor):
     def _caught_up(self, tokens: list[int]) -> Any:
         if self not in _read:
             if len(self.grammar) > LARGE_CHARACTERS:
-                weakref.finalize(self, trim_heap)  # registered before `_read` refers to it, so it runs last
+                # Finalizers run in reverse order, so `trim_heap` runs after `_read` has dropped the matcher.
+                weakref.finalize(self, trim_heap)
             _read[self] = matcher_of(self.grammar, self.packed, self.vocab_size, self.ends), 0
         matcher, count = _read[self]
         if tokens[count:]:
@@ -172,7 +173,7 @@ class Recorder(LogitsProcessor):
         return scores
 
     def of(self, place: int, token: int) -> Likelihood:
-        """Return the log-probabilities at new token number `place`, from 0; `token` is the token chosen there."""
+        """Return the log-probabilities at position `place` of the answer, where `token` was chosen."""
         assert self.last is not None
         logprob = self.chosen[place] if place < len(self.chosen) else float(self.last[token])
         return Likelihood(token, logprob, self.top[place])

@@ -242,7 +242,7 @@ class ChatRequest(TemplateFields, GenerationRequest):
         logprobs: whether the answer has the probability of each token.
         parallel_tool_calls: whether an answer may have several tool calls.
         add_special_tokens: whether the tokenizer adds special tokens to the text of the chat template; by default
-            `Chat.begins_with_special` decides.
+            `Chat.needs_special_tokens` decides.
     """
 
     route = CHAT
@@ -298,7 +298,7 @@ class TokenizeRequest(TemplateFields):
 
     Attributes:
         add_special_tokens: whether the tokenizer adds special tokens. By default true for a prompt; for messages,
-            `Chat.begins_with_special` decides.
+            `Chat.needs_special_tokens` decides.
     """
 
     route = TOKENIZE

@@ -18,7 +18,7 @@ def _id(prefix: str) -> str:
 
 
 class ResponseShape(Shape):
-    """Formatter of one answer for `/v1/responses`. Without streaming, it builds the answer by the events, unsent."""
+    """Formatter of one answer for `/v1/responses`. For requests without streaming, `add` drops the events."""
 
     prefix, end = "resp", ""
 

@@ -23,56 +23,56 @@ class ServeOptions:
     of a flag is the text below.
 
     Attributes:
-        model: model folder, GGUF file, or name on the Hugging Face hub
-        num_gpus: number of ranks; by default one for each GPU, or 2 CPU ranks without a GPU
-        replicas: number of replicas, each with num_gpus ranks; a request goes to the least busy one
-        revision: branch, tag or commit of the model on the hub; by default the main branch
-        dtype: data type: float32, bfloat16 or float16; by default the model's own data type
-        quantize: hold weights in int8, int4, fp8; by default the model's own quantization
+        model: model folder, GGUF file, or name on the Hugging Face hub.
+        num_gpus: number of ranks; by default one for each GPU, or 2 CPU ranks without a GPU.
+        replicas: number of replicas, each with num_gpus ranks; a request goes to the least busy one.
+        revision: branch, tag or commit of the model on the hub; by default the main branch.
+        dtype: data type: float32, bfloat16 or float16; by default the model's own data type.
+        quantize: hold weights in int8, int4, fp8; by default the model's own quantization.
         strategy: tensor: each rank holds a part of every layer; pipeline: each rank holds some layers;
-            tensor+pipeline; auto
-        tensor: number of ranks in each stage, for tensor+pipeline
-        ratio: relative share of each rank, such as 1 3; by default equal shares
-        max_memory: weight budget of each device, such as 0=10GiB 1=10GiB cpu=64GiB; cpu= is RAM for the overflow
-        offload_folder: folder for weights that exceed the memory of the devices and the RAM
-        cache: key/value cache as int8 (8 bits per value) or offload (CUDA: in host memory)
-        device: device type: auto, cpu or cuda
-        launcher: local: ranks on this machine; ray: replicas on Ray Serve, ranks on the cluster
-        ray_address: address of the Ray cluster; by default ray.init() finds or starts one
-        autoscaling: autoscaling settings of Ray Serve instead of replicas, such as min_replicas=1 max_replicas=4
-        served_model_name: name of the model in requests and answers; by default MODEL
-        lora_modules: PEFT adapters with their names in requests, such as sql=adapters/sql chat=adapters/chat
-        chat_template: file with a chat template that replaces the tokenizer's own
-        host: address to listen on; 0.0.0.0 is all addresses of the machine
-        port: port to listen on; 0 is any free port
+            tensor+pipeline; auto.
+        tensor: number of ranks in each stage, for tensor+pipeline.
+        ratio: relative share of each rank, such as 1 3; by default equal shares.
+        max_memory: weight budget of each device, such as 0=10GiB 1=10GiB cpu=64GiB; cpu= is RAM for the overflow.
+        offload_folder: folder for weights that exceed the memory of the devices and the RAM.
+        cache: key/value cache as int8 (8 bits per value) or offload (CUDA: in host memory).
+        device: device type: auto, cpu or cuda.
+        launcher: local: ranks on this machine; ray: replicas on Ray Serve, ranks on the cluster.
+        ray_address: address of the Ray cluster; by default ray.init() finds or starts one.
+        autoscaling: autoscaling settings of Ray Serve instead of replicas, such as min_replicas=1 max_replicas=4.
+        served_model_name: name of the model in requests and answers; by default MODEL.
+        lora_modules: PEFT adapters with their names in requests, such as sql=adapters/sql chat=adapters/chat.
+        chat_template: file with a chat template that replaces the tokenizer's own.
+        host: address to listen on; 0.0.0.0 is all addresses of the machine.
+        port: port to listen on; 0 is any free port.
         api_key: key for all requests except /health; the environment variable PARALLELFORMERS_API_KEY keeps the key
-            secret
-        cors: origins whose web pages may call the server, such as https://example.org; by default no origin
-        open_probes: /ready and /metrics need no key
-        log_format: format of the log: text or json, with one line for each event
-        log_level: least severe level in the log: debug, info, warning or error
-        no_access_log: do not log a line for each request
-        rows: maximum number of sequences that a replica decodes together
-        waiting: maximum number of sequences that wait for a row; further requests get status 503
-        prefill_patience: approximate milliseconds that decoding rows wait for one prefill step
-        prefix_tokens: tokens in the cache for prompts with a common beginning; 0 turns it off
+            secret.
+        cors: origins whose web pages may call the server, such as https://example.org; by default no origin.
+        open_probes: /ready and /metrics need no key.
+        log_format: format of the log: text or json, with one line for each event.
+        log_level: least severe level in the log: debug, info, warning or error.
+        no_access_log: do not log a line for each request.
+        rows: maximum number of sequences that a replica decodes together.
+        waiting: maximum number of sequences that wait for a row; further requests get status 503.
+        prefill_patience: approximate milliseconds that decoding rows wait for one prefill step.
+        prefix_tokens: tokens in the cache for prompts with a common beginning; 0 turns it off.
         cache_tokens: maximum number of tokens in the key/value caches of all rows; by default limited by the free
-            memory
-        max_tokens: maximum number of tokens in an answer if the request sets no limit
-        max_prompt_tokens: maximum tokens in a prompt; by default the limit of the model
-        max_choices: maximum number of answers of one request: n times the number of prompts
-        max_stops: maximum number of stop strings in one request
-        max_top_logprobs: maximum number of most likely tokens that logprobs return at each position
-        max_inputs: maximum number of texts or text pairs in one request for embeddings or scores
+            memory.
+        max_tokens: maximum number of tokens in an answer if the request sets no limit.
+        max_prompt_tokens: maximum tokens in a prompt; by default the limit of the model.
+        max_choices: maximum number of answers of one request: n times the number of prompts.
+        max_stops: maximum number of stop strings in one request.
+        max_top_logprobs: maximum number of most likely tokens that logprobs return at each position.
+        max_inputs: maximum number of texts or text pairs in one request for embeddings or scores.
         max_body_bytes: maximum bytes of a request body; by default 1 MiB, or 16 MiB if the model reads pictures or
-            sound
-        media_folder: folder of pictures for file:///path URLs in requests; by default none
-        max_pictures: maximum number of pictures in one request
-        max_pixels: maximum number of pixels in all pictures of one request together
-        max_audio_seconds: maximum seconds of sound in one request
-        timeout: time limit of one request in seconds, including the wait for a row
-        client_timeout: time limit in seconds for a client to send its request, and to read each part of the answer
-        drain: time limit in seconds for running requests after SIGTERM
+            sound.
+        media_folder: folder of pictures for file:///path URLs in requests; by default none.
+        max_pictures: maximum number of pictures in one request.
+        max_pixels: maximum number of pixels in all pictures of one request together.
+        max_audio_seconds: maximum seconds of sound in one request.
+        timeout: time limit of one request in seconds, including the wait for a row.
+        client_timeout: time limit in seconds for a client to send its request, and to read each part of the answer.
+        drain: time limit in seconds for running requests after SIGTERM.
     """
 
     model: str = ""
@@ -224,7 +224,7 @@ _MAY_BE_ZERO = ("port", "prefix_tokens", "max_stops", "max_top_logprobs", "max_p
 def option_texts() -> dict[str, str]:
     """Return the description of each option, from the section "Attributes" in the docstring of `ServeOptions`."""
     entries = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(ServeOptions) or "", re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}
+    return {name: " ".join(text.split()).removesuffix(".") for name, text in entries}
 
 
 def read_text(path: str, option: str) -> str:

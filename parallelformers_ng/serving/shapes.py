@@ -48,7 +48,7 @@ class Shape:
         self._common: dict[str, Any] = {"id": answer_id, "created": int(time.time()), "model": name}
 
     def add(self, piece: Piece) -> None:
-        """Store a piece of an answer, for `whole`."""
+        """Store a piece of an answer, so that `whole` can return the answer."""
         self._tokens += piece.tokens
         answer = self._answers.setdefault(piece.index, Piece(piece.index))
         answer.read.text += piece.read.text
@@ -214,7 +214,7 @@ class CompletionShape(Shape):
         lists["tokens"].append(text(token))
         lists["token_logprobs"].append(each and max(each.logprob, _MIN_LOGPROB))
         lists["top_logprobs"].append(each and {text(other): logprob for other, logprob in each.top})
-        lists["text_offset"].append(self._characters[index])  # in characters, as in OpenAI's API
+        lists["text_offset"].append(self._characters[index])  # OpenAI's API counts characters
         self._characters[index] += len(self._decoders[index].decode(raw))
 
 

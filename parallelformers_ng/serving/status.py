@@ -58,7 +58,8 @@ class Status:
             self._measured = time.monotonic()
             self._memory = asyncio.ensure_future(asyncio.to_thread(self._engine.model.memory_reserved))
         if self._memory is not None:
-            done, _ = await asyncio.wait({self._memory}, timeout=0.2)  # busy ranks may need longer
+            # Busy ranks may need longer; then the last figures stay.
+            done, _ = await asyncio.wait({self._memory}, timeout=0.2)
             if done and self._memory.exception() is None:
                 self._last_memory = self._memory.result()
         return {

@@ -118,7 +118,10 @@ def response_template(tokenizer: Any, chat_template: str | None) -> dict[str, An
 
 
 def _template_of(written: str, end: str) -> dict[str, Any] | BareForm | None:
-    """Derive the format of tool calls from the text of an assistant's message with the sample call, up to `end`."""
+    """Derive the format of tool calls from `written`, a message in which the chat template has written a sample call.
+
+    `end` is the end-of-sequence token, at which the message ends.
+    """
     written = written.partition(end)[0]
     for start, character in enumerate(written):
         if character not in "[{":

@@ -30,9 +30,9 @@ class TranscriptionRequest(Fields):
 
     model: str | None = None
     language: Annotated[str, Field(max_length=32)] | None = None  # None: the model detects the language
-    prompt: Annotated[str, Field(max_length=4096)] | None = None  # shows Whisper names and spelling
+    prompt: Annotated[str, Field(max_length=4096)] | None = None  # Whisper follows its names and spelling
     response_format: Literal["json", "text"] = "json"
-    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0  # 0: use the model's settings, no seed
+    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0  # 0 uses the model's settings and no seed
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stream: Literal["false", "False", "0", ""] = "false"
 

@@ -78,7 +78,7 @@ class Flat(ByLines):
 
 @dataclass(eq=False)
 class Unpacked(Computed):
-    """Integers of `bits` bits, of which each element of `words` holds several, consecutive along dimension `dim`.
+    """Integers of `bits` bits. Each element of `words` packs several integers that are neighbors in dimension `dim`.
 
     Attributes:
         places: position in a word of each consecutive integer; position 0 is the lowest bits.

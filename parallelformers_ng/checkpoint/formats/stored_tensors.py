@@ -32,7 +32,7 @@ class StoredTensors:
     """The tensors of a quantized checkpoint that no format reader has taken yet, and the checkpoint's configuration.
 
     Attributes:
-        given_header: metadata to use instead of the metadata in the files' headers; None for the latter.
+        given_header: metadata to use instead of the metadata in the files' headers; None to read the headers.
         dequantize: whether a weight may be dequantized if no kernel can compute with its format.
         reasons: name of a weight → reason why ranks cannot hold the weight in its stored format.
     """
@@ -121,9 +121,9 @@ class StoredTensors:
     ) -> Node:
         """Return an expression for a weight with one scale per block.
 
-        If ranks can hold the format, the expression is a `Decoded`, so that the weight can stay quantized. With
-        `dequantize`, a kernel must also support the format. Otherwise the weight is dequantized, and `reasons` gets the
-        reason. The method reads the zero points.
+        If ranks can hold the format, the expression is a `Decoded`, so that the weight can stay quantized. If the
+        attribute `dequantize` is set, a kernel must also support the format. Otherwise the weight is dequantized, and
+        `reasons` gets the reason. The method reads the zero points.
 
         Args:
             blocks: blocks along each dimension; None if each dimension has either one scale, or one scale per index.

@@ -36,7 +36,7 @@ def unpacked(stored: StoredTensors) -> dict[str, LazyTensor]:
         )
     try:
         weights = _FORMATS[method](stored)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # settings are invalid
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # a setting is missing or wrong
         raise stored.damaged(f"its quantization_config {quantization} is invalid: {error!r}") from error
     for name, node in weights.items():
         if stored_encoding(node) is None and not stored.dequantize:
