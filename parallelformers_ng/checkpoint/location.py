@@ -59,9 +59,10 @@ _INSTEAD = {
 
 @dataclass(frozen=True)
 class Location:
-    """Location of a checkpoint: `path`, and the arguments of `from_pretrained` with the same names as the attributes.
+    """Location of a checkpoint: the arguments of `from_pretrained` that say where the files are.
 
     Attributes:
+        path: local directory, or model id of the hub.
         variant: part of the file names, for example "fp16" for `model.fp16.safetensors`.
     """
 

@@ -104,7 +104,10 @@ class ByLines(Computed):
 
     @abstractmethod
     def lines(self, cut: dict[int, tuple[Range, ...]], rank: int | None) -> torch.Tensor:
-        """Compute the part `cut`, which has one range along `across`. The result may be more precise than `dtype`."""
+        """Compute the part `cut` of this tensor; `cut` has one range along the dimension `across`.
+
+        The result may have a more precise data type than this tensor.
+        """
 
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> torch.Tensor:
         dim = self.across

@@ -43,7 +43,8 @@ class ReadOnlyTensor(torch.Tensor):
             if func in _AS_PLAIN:
                 return func(args[0].as_subclass(torch.Tensor), *args[1:], **kwargs)
             sources = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, cls)]
-            addresses = {tensor.untyped_storage().data_ptr() for tensor in sources} - {0}  # 0 stands for empty tensors
+            # Empty tensors, which have no values to protect, have the address 0.
+            addresses = {tensor.untyped_storage().data_ptr() for tensor in sources} - {0}
             with _Refusing(addresses):
                 result = func(*args, **kwargs)
             if func in _ARRAYS and result.ctypes.data == args[0].data_ptr():

@@ -192,7 +192,7 @@ def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
 
 
 def is_read_in_parts(node: Node) -> bool:
-    """Return whether reading a part of a tensor reads only that part, not whole operands of some operation."""
+    """Return whether `read` can read a part of a tensor without reading a whole operand of an operation."""
     if isinstance(node, Operation):
         operands = [part for part in tree_leaves(node.args) if isinstance(part, Node)]
         return (node.name in _TRANSPARENT or node.name in _JOINS) and all(map(is_read_in_parts, operands))
@@ -250,8 +250,8 @@ def _pieces(node: ShardedNode, cut: Cut, rank: int | None) -> list[Piece]:
 
 
 def _find(parts: Sequence[tuple[Shard, Node]], start: int, stop: int) -> tuple[Node, int, int]:
-    """Find the first shard that contains index `start`. Return (its node, the index in the shard, the number of indices
-    up to `stop` that the shard has)."""
+    """Find a shard that contains index `start` of the tensor. Return the shard's node, the position of `start` in the
+    shard, and how many of the indices from `start` to `stop` follow there."""
     for shard, source in parts:
         offset = 0
         for first, last in shard.ranges:

@@ -18,7 +18,7 @@ from parallelformers_ng.options import FitOptions, RayOptions, WorkerOptions
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """How a launcher (torchrun or Ray) starts the ranks, if this process does not start them itself.
+    """Start of ranks by torchrun or Ray, for groups whose ranks this process does not start itself.
 
     Attributes:
         make: function from the number of consecutive ranks that must share a host to the `Hosts` of one group.

@@ -51,9 +51,9 @@ class Forwards:
         if pooling is not None and pooling.lower_case:
             if not chat.tokenizer.is_fast:
                 raise UnsupportedModelError("the model lower-cases its texts, which needs a fast tokenizer")
-            # sentence-transformers lower-cases a text before the tokenizer's other normalizers, so they come second.
             backend = chat.tokenizer.backend_tokenizer
             others = [] if backend.normalizer is None else [backend.normalizer]
+            # sentence-transformers lower-cases a text before the tokenizer's other normalizers run.
             backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *others])
 
     async def embed(self, request: EmbeddingRequest) -> dict[str, Any]:

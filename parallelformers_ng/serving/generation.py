@@ -203,7 +203,7 @@ class Generation:
             elif value is not None:
                 settings[name] = off if value == -1 else value
             elif not model_config.do_sample:
-                settings[name] = off  # without `do_sample` the model's value is only a default of transformers
+                settings[name] = off  # without `do_sample`, the value is no choice of the model
         if request.penalizes:
             settings["repetition_penalty"] = 1.0  # 1 means none, because `Penalties` applies this penalty
         elif request.repetition_penalty is not None:

@@ -104,7 +104,7 @@ class StoredTensors:
                 raise self.damaged(f"{name} is {tensor.dtype} and has no {ending}")
 
     def refuse_left(self, endings: Iterable[str]) -> None:
-        """Raise CheckpointError if `state` still has names with these endings, such as scales without their weight."""
+        """Raise CheckpointError if a name in `state` has one of the endings, for example scales without a weight."""
         for name in self.state:
             if name.endswith(tuple(endings)):
                 raise self.damaged(f"{name} belongs to no quantized weight")
