@@ -116,7 +116,7 @@ def open_source(source: Source, model: Any, dtype: torch.dtype | None, dequantiz
     cls = source.model_class or class_of(config, location, source.trust_remote_code)
     plain = functools.partial(on_meta, cls, config)
     state = _contents(location, dtype or config.dtype or torch.bfloat16, plain, dequantize)
-    vars(config).pop("quantization_config", None)  # because transformers sees the lazy weights unquantized
+    vars(config).pop("quantization_config", None)  # because the lazy weights are unquantized for transformers
     built = model_of(cls, config, location, state, dtype="auto" if dtype is None else dtype, **source.options)
     built.config.name_or_path = built.name_or_path = location.path
     if built.can_generate():

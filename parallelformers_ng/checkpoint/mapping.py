@@ -18,7 +18,7 @@ from typing import Any
 _MAP_NORESERVE = 0x4000
 _FLAGS, _ACCESS = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED = 0x10
-HUGE_PAGE = 2 << 20  # bytes of a huge page
+HUGE_PAGE = 2 << 20
 _FAILED = ctypes.c_void_p(-1).value
 
 # A mapped file as a buffer; tensors that `torch.frombuffer` makes from the buffer keep the file mapped.

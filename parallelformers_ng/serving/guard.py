@@ -116,10 +116,10 @@ class AccessGuard:
         self._giving_back: asyncio.Future[None] | None = None
         self._large = _RateLimiter(LARGE_BYTES_A_SECOND)
         self._refusals = _RateLimiter(REFUSALS_A_SECOND, _REFUSALS_AT_ONCE)
-        # Preflight requests have no key, and pages of other origins read refusals, so CORS comes before the checks.
         self._served: ASGIApp = self._serve
         if options.cors:
             methods, seen = ["GET", "POST"], ["X-Request-Id"]
+            # CORS comes before the checks, because preflight requests have no key, and pages must read refusals.
             self._served = CORSMiddleware(self._serve, options.cors, methods, allow_headers=["*"], expose_headers=seen)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
