@@ -67,12 +67,12 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind) ->
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """List the models and adapters of the server."""
-        return {"object": "list", "data": [*engine.models.cards.values()]}
+        return {"object": "list", "data": [*engine.cards.values()]}
 
     @app.get("/v1/models/{name:path}")
     async def model_named(name: str) -> dict[str, Any]:
         """Describe one model or adapter."""
-        return engine.models.cards[engine.models.named(name)]
+        return engine.cards[engine.named(name)]
 
     for told in (status.health, status.ready, status.metrics, status.status, status.plan):
         app.add_api_route(f"/{told.__name__}", told)

@@ -15,11 +15,11 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
+from parallelformers_ng.checkpoint.location import base_of_adapter
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.serving.api_errors import ApiError, bad_request
 from parallelformers_ng.serving.bare_calls import BareReader
 from parallelformers_ng.serving.metrics import AnswerMetrics, Metrics
-from parallelformers_ng.serving.models import Models, peft_names
 from parallelformers_ng.serving.processors import Likelihood, Recorder, likeliest
 from parallelformers_ng.serving.serve_options import ServeOptions
 from parallelformers_ng.serving.tools import AnswerReader
@@ -64,6 +64,7 @@ class Engine:
             `max_position_embeddings`.
         longest: maximum number of tokens in a prompt.
         ends: ids of tokens that end an answer; empty for a model that generates no text.
+        cards: name of the model or of an adapter → its entry in `/v1/models`.
     """
 
     def __init__(self, model: Any, options: ServeOptions, writes_text: bool) -> None:
@@ -74,13 +75,24 @@ class Engine:
         self.positions: int = getattr(text_config, "max_position_embeddings", None) or 1 << 20
         rows = options.max_answers - options.waiting
         self.metrics = Metrics(options.name, rows, options.cache_tokens or rows * self.positions)
-        self.models = Models(options, self.positions)
+        common = {"object": "model", "created": int(time.time()), "owned_by": "parallelformers_ng"}
+        common["max_model_len"] = self.positions
+        self.cards: dict[str, dict[str, Any]] = {options.name: {"id": options.name, **common}}
+        self.cards |= {name: {"id": name, "parent": options.name, **common} for name in options.adapters}
         self.generates = writes_text
         self.longest = min(self.positions - self.generates, options.max_prompt_tokens or self.positions)
         ends = model.generation_config.eos_token_id if self.generates else None
         self.ends: set[int] = {ends} if isinstance(ends, int) else set(ends or ())
         self._adapters = peft_names(options)
         self._ping: asyncio.Future[Any] | None = None
+
+    def named(self, name: str | None) -> str:
+        """Return the name if it is a model or an adapter of this server, else raise an error; None is the model."""
+        name = name or self.options.name
+        if name not in self.cards:
+            known = " and ".join(map(repr, self.cards))
+            raise ApiError(404, f"the server has no model {name!r}; it has {known}", "model", "model_not_found")
+        return name
 
     @contextmanager
     def admitted(self, count: int) -> Iterator[list[AnswerMetrics]]:
@@ -188,6 +200,18 @@ class Engine:
         if config.pad_token_id is None:
             config.pad_token_id = next(iter(self.ends), 0)  # `generate` requires a pad token, but pads nothing
         return config
+
+
+def peft_names(options: ServeOptions) -> dict[str, str]:
+    """Map the names that clients use for the model and its adapters to PEFT's adapter names; {} without adapters.
+
+    The model's own name maps to the base model, or to the adapter in the model's folder if the folder is an adapter.
+    """
+    if not options.adapters:
+        return {}
+    # PEFT allows no dots in adapter names, so PEFT gets numbered names.
+    names = {name: f"adapter{number}" for number, name in enumerate(options.adapters)}
+    return {options.name: "__base__" if base_of_adapter(options.model) is None else "default", **names}
 
 
 def seed_of(seed: int | None) -> int:

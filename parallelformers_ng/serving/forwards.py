@@ -58,7 +58,7 @@ class Forwards:
 
     async def embed(self, request: EmbeddingRequest) -> dict[str, Any]:
         """Return one embedding vector for each text."""
-        name, pooling = self._engine.models.named(request.model), self._pooling
+        name, pooling = self._engine.named(request.model), self._pooling
         if pooling is None:
             raise bad_request("the model makes no embeddings", "model")
         texts = [(pooling.prompt + text, None) for text in request.texts]
@@ -71,7 +71,7 @@ class Forwards:
 
     async def score(self, request: ScoreRequest) -> dict[str, Any]:
         """Return a score for each pair of texts, such as their similarity."""
-        name = self._engine.models.named(request.model)
+        name = self._engine.named(request.model)
         scores, usage = await self._scores(request.pairs, request.use_activation)
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
         common = {"id": f"score-{secrets.token_hex(12)}", "object": "list", "created": int(time.time())}
@@ -79,7 +79,7 @@ class Forwards:
 
     async def rerank(self, request: RerankRequest) -> dict[str, Any]:
         """Return documents sorted by their score against a query, best first."""
-        name, texts = self._engine.models.named(request.model), request.texts
+        name, texts = self._engine.named(request.model), request.texts
         scores, usage = await self._scores([(request.query, text) for text in texts], request.use_activation)
         ranked = sorted(enumerate(scores), key=lambda each: -each[1])[: request.top_n or None]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": score} for index, score in ranked]

@@ -43,7 +43,7 @@ class Generation:
 
     async def complete(self, request: CompletionRequest) -> Response:
         """Continue one or several prompts."""
-        name = self._engine.models.named(request.model)
+        name = self._engine.named(request.model)
         if request.max_tokens == 0 and not request.echo:
             raise bad_request("max_tokens is 0, which needs echo: true; set at least 1", "max_tokens")
         self._check(request, len(request.prompts))
@@ -63,12 +63,12 @@ class Generation:
 
     async def converse(self, request: ChatRequest) -> Response:
         """Answer the last message of a chat."""
-        name = self._engine.models.named(request.model)
+        name = self._engine.named(request.model)
         return await self._converse(request, ChatShape(name, self._chat.tokenizer, request))
 
     async def respond(self, request: ResponsesRequest) -> Response:
         """Answer in the format of OpenAI's Responses API; the server stores no responses."""
-        name, chat = self._engine.models.named(request.model), request.chat()
+        name, chat = self._engine.named(request.model), request.chat()
         return await self._converse(chat, ResponseShape(name, self._chat.tokenizer, chat, request))
 
     async def _converse(self, request: ChatRequest, shape: Shape) -> Response:
@@ -92,7 +92,7 @@ class Generation:
 
     async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
         """Return the token ids of a prompt, or of chat messages in the chat template."""
-        self._engine.models.named(request.model)
+        self._engine.named(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise bad_request("send exactly one of prompt and messages")
         if request.messages is None:
@@ -105,7 +105,7 @@ class Generation:
 
     async def detokenize(self, request: DetokenizeRequest) -> dict[str, str]:
         """Return the text of token ids."""
-        self._engine.models.named(request.model)
+        self._engine.named(request.model)
         self._engine.check_prompt(request.tokens, self._engine.positions)
         return {"prompt": await asyncio.to_thread(self._chat.tokenizer.decode, request.tokens)}
 

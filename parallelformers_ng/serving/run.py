@@ -20,11 +20,11 @@ from parallelformers_ng.checkpoint.location import base_of_adapter
 from parallelformers_ng.errors import UnsupportedModelError, WorkerError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.serving.app import create_app
+from parallelformers_ng.serving.engine import peft_names
 from parallelformers_ng.serving.guard import AccessGuard, PatientProtocol
 from parallelformers_ng.serving.listening import bound
 from parallelformers_ng.serving.logs import log, set_up_logs
 from parallelformers_ng.serving.model_kinds import Kind, kind_of
-from parallelformers_ng.serving.models import peft_names
 from parallelformers_ng.serving.serve_options import ServeOptions
 
 _LEAVE_SECONDS = 2  # uvicorn then stops waiting for connections to close, which idle clients may keep open

@@ -64,7 +64,7 @@ class Status:
                 self._last_memory = self._memory.result()
         return {
             "model": options.name,
-            "models": list(self._engine.models.cards),
+            "models": list(self._engine.cards),
             "generates": self._engine.generates,
             "chats": self._chat.has_template,
             "needs_key": options.api_key is not None,

@@ -62,7 +62,7 @@ class Transcription:
                 if name in form:
                     raise bad_request(f"{name} is not supported; remove the field", name, "unsupported_parameter")
             fields = TranscriptionRequest.model_validate({k: v for k, v in form.items() if k != "file"})
-            self._engine.models.named(fields.model)
+            self._engine.named(fields.model)
             arguments = self._arguments(fields)
             with self._engine.admitted(1):
                 async with self._turn:
