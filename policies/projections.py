@@ -2,8 +2,11 @@ from parallelformers_ng.sharding.rules import Column, Policy, Slice, Vocabulary
 
 
 class ProjectionPolicy(Policy):
-    """Layers whose outputs are gathered because every rank needs them, in modules that also read weights or get a part
-    of a result. All other layers outside of blocks need no policy: they are cut as leftovers."""
+    """Layers cut by their outputs, which are gathered because every rank needs them.
+
+    Most such layers, for example poolers, need no rule. The code around the layers of this policy reads weights or
+    computes on parts of a result. Without a rule, the ranks would gather the weights of such layers at every call.
+    """
 
     block = (
         "BarkFineModel", "Deimv2MultiscaleDeformableAttention", "DFineMultiscaleDeformableAttention", "DPREncoder",

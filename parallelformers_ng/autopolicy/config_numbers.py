@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 LONG = 256  # number of rows to which longer embedding tables are shortened, approximately
-_BEFORE = 2  # a table may have so many rows more than its setting says, for example for padding
+_BEFORE = 2  # a table has at most 2 rows more than its setting says, for example for padding
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Shapes:
     sizes: frozenset[int] = frozenset()
     # Values in the configuration that equal the number of rows of a long embedding table, for example of positions.
     tables: frozenset[int] = frozenset()
-    windows: bool = False  # whether parameter shapes depend on the window settings, which then count no tokens
+    windows: bool = False  # whether parameter shapes depend on the window settings, which must then stay
 
     def numbers_layers(self, numbers: Sequence[Any], count: int) -> bool:
         """Return whether a list in a configuration consists of layer numbers, from 0 to `count`.

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass
 class Proof:
-    """Policies that passed on a twin, and what the search tried."""
+    """Policies with which the outputs of a sharded and a whole twin match, and the failed attempts of the search."""
 
     selection: Selection  # policies to use, including written policies
     tried: list[str] = field(default_factory=list)  # failed attempts with reasons, as text
@@ -106,7 +106,7 @@ def prove_live_code(
 
 
 def _runs_foreign_code(trials: Trials) -> bool:
-    """Whether a twin that may run only in parts runs all modules with foreign code in blocks that would be sharded."""
+    """Whether the twin's runs reach every module with foreign code that is in a block to be sharded."""
     run = {probe.path for probe in trials.twin.probes}
     unrun = [path for path in foreign_modules(trials.twin.model) if run.isdisjoint(and_above(path))]
     units = trials.plan([], trials.base.vocabulary, trials.base.leftovers).units if unrun else ()

@@ -55,7 +55,7 @@ class SampleInputs:
 
     def arguments(self, wanted: set[str], image: str, mask: bool, rows: int = BATCH) -> dict[str, Any]:
         inputs: dict[str, Any] = {}
-        if "pixel_values" in wanted and "spatial_shapes" in self.names:  # images of any shape as patches, with a mask
+        if "pixel_values" in wanted and "spatial_shapes" in self.names:  # the model takes patches with a mask
             wanted = wanted | {"pixel_attention_mask", "spatial_shapes"}
         wanted = wanted | {"noise", "noise_sequence"}  # without these arguments, a forward would draw random numbers
         for name in sorted(wanted & self.names):
@@ -68,8 +68,6 @@ class SampleInputs:
         if "decoder_input_ids" in self.names and encoded:
             inputs["decoder_input_ids"] = self.ids(rows, DECODER_LENGTH)
         return inputs
-
-    # -- single arguments ----------------------------------------------------------------------------------------
 
     def value(self, name: str, image: str, rows: int) -> Any:
         """Return a value for one argument; None if the name is unknown. Ids and integer masks are int64."""
@@ -147,7 +145,7 @@ class SampleInputs:
         if isinstance(size, dict):
             size = (size.get("height", 64), size.get("width", 64))
         sides = [*size] if isinstance(size, (list, tuple)) else [size]
-        height, width = (sides * 2)[-2:]  # one number is both
+        height, width = (sides * 2)[-2:]  # a single number is both height and width
         return int(height), int(width)
 
     def pixels(self, image: str, rows: int) -> torch.Tensor:

@@ -44,8 +44,7 @@ class Trials:
 
     def __init__(self, twin: Twin, base: Selection, world_size: int, parts: Sequence[float] = ()) -> None:
         self.twin, self.base, self.world_size, self.parts = twin, base, world_size, parts
-        # reason why the latest trial failed, as text; "" after `match` has returned True. The text has no meaning after
-        # `same_tokens` has returned True.
+        # why the latest trial failed; "" after `match` has returned True, and undefined after `same_tokens` has
         self.failure = ""
         self._count = 0
 
@@ -94,7 +93,7 @@ class Trials:
         try:
             with OwnDraws(0) as draws:
                 outputs = _generate(sharing_copy(self.twin.model), inputs)
-            if draws.has_drawn:  # ranks that are threads share a generator
+            if draws.has_drawn:  # the ranks are threads, which would share one generator
                 with OwnDraws(1):
                     again = _generate(sharing_copy(self.twin.model), inputs)
                 if not equal(again, outputs, self.twin.tolerance):
@@ -158,7 +157,7 @@ def unproven_rules(plan: ShardPlan, twin: Twin) -> list[str]:
 def _generate(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
     arguments = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     output = model.generate(**arguments, **length_options(model, _TOKENS), do_sample=False, num_beams=1)
-    return [gathered(tensor) for tensor in tensors(output)]  # all ranks must gather at the same time
+    return [gathered(tensor) for tensor in tensors(output)]  # gathering needs all ranks, so it is done here
 
 
 def _unused_shard(plan: ShardPlan, twin: Twin, choices: Sequence[Proposal]) -> str:

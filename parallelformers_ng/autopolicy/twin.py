@@ -34,7 +34,7 @@ class Twin:
 
     # the unsharded model with random parameters, in float64 if its code allows float64, otherwise in float32
     model: PreTrainedModel
-    probes: list[TwinProbe]  # tests: modules to run sharded, and outputs that they must return
+    probes: list[TwinProbe]  # tests: inputs, and the outputs that sharded modules must return
     # name of a module → position of the end of its first call; a module comes after its submodules
     calls: dict[str, int]
     # name of a parameter that influences outputs → absolute gradient of the outputs, with the parameter's shape

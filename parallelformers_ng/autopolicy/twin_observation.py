@@ -108,7 +108,7 @@ class _Observer:
             return "its outputs are not numbers"
         if not equal(again, [o.detach() for o in outputs], self.twin.tolerance / 10):
             return DRAWS
-        with contextlib.suppress(RuntimeError, AssertionError):  # the part has no gradient
+        with contextlib.suppress(RuntimeError, AssertionError):  # a part without gradients raises
             _differentiate(part, path, floats, self.twin.gradients)
         calls = self.twin.calls
         start = len(calls)

@@ -54,7 +54,7 @@ class Policy:
         plan: path beneath the block → rule. "" is the block itself, a `*` stands for any one name, and "{q,k,v}_proj"
             for three names. A path must exist in at least one block of the model; blocks without the path are allowed.
         optional: paths that a configuration may leave out, each with all paths beneath, such as cross-attention.
-        inferred: whether the policy was found on a twin, from which the model may differ in places.
+        inferred: whether the library inferred the policy on a tiny copy of the model, which may differ from the model.
         requires: attribute path beneath the block → required value, for settings that change the forward's computation.
             The policy does not fit a model with another value.
     """
