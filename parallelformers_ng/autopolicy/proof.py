@@ -56,7 +56,7 @@ _TWINS: dict[tuple[Any, ...], Twin] = {}
 
 
 class _Refusal(NamedTuple):
-    text: str  # not the error itself, whose traceback would keep the model
+    text: str  # not the error itself, whose traceback would keep the model in memory
 
 
 def remembered(make: Callable[[], T], model: PreTrainedModel, *question: Any) -> T:
@@ -88,7 +88,7 @@ def prove_live_code(
 ) -> Selection:
     """Check on a twin whether policies may shard modules with foreign code: sharded and whole outputs must match."""
     proven = replace(selection, proven=True)
-    any_precision = QuantizeOptions(dequantize=True)  # the caller's plan refuses weights that may not change precision
+    any_precision = QuantizeOptions(dequantize=True)  # the plan, not the proof, refuses to dequantize
     uncut = build_plan(model, world_size, selection, parts=parts, quantize=any_precision).uncut
     if uncut == build_plan(model, world_size, proven, parts=parts, quantize=any_precision).uncut:
         return selection  # no layer stays whole because of foreign code, so a proof would not change the plan
@@ -182,7 +182,7 @@ def _search(model: PreTrainedModel, base: Selection, world_size: int, parts: tup
 def may_merge(model: PreTrainedModel) -> bool:
     """Return whether a pipeline stage may send only its last block's output to other stages, not every block's.
 
-    A twin in two stages, with and without such sending, decides.
+    A twin in two stages must have the same outputs as the whole twin. If it has not, each block's output is sent.
     """
     try:
         return remembered(lambda: _are_merged(model), model, "stages")

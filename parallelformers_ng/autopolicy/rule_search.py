@@ -98,7 +98,10 @@ class RuleSearch:
         return False
 
     def choose(self, proposals: Sequence[Proposal]) -> list[Proposal]:
-        """Return the proposals that pass alone and also together, each with its first variant that passes."""
+        """Return the proposals with which the twin's outputs match, alone and together.
+
+        Each proposal has the first of its variants with which the outputs match.
+        """
         chosen: list[Proposal] = []
         singles: list[Proposal] = []
         for proposal in proposals:

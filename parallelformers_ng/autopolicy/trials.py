@@ -139,9 +139,9 @@ def on_each_rank(model: nn.Module, plan: ShardPlan, body: Callable[[Any], T]) ->
 
 
 def comparable_probes(twin: Twin, plan: ShardPlan) -> list[TwinProbe]:
-    """Return the probes whose sharded and whole outputs must match.
+    """Return the tests of a twin in which the sharded and the whole module must have the same outputs.
 
-    A probe of a single column-parallel or row-parallel layer is left out, because its output is only one rank's part.
+    A test of one column-parallel or row-parallel layer is left out, because its output is only one rank's part.
     """
     parts_only = {layer.path for layer in plan.layers if layer.takes_part != layer.gives_part}
     return [probe for probe in twin.probes if probe.path not in twin.single_layers or probe.path not in parts_only]
@@ -161,7 +161,7 @@ def _generate(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def _unused_shard(plan: ShardPlan, twin: Twin, choices: Sequence[Proposal]) -> str:
-    """Return a text about the first shard of an inferred rule on which no output depends; "" without such a shard.
+    """Describe the first shard of an inferred rule on which no output of the twin depends; "" if there is none.
 
     All blocks of a class compute the same function. So outputs need to depend on the shard in one block only; in other
     blocks a router may leave out experts.

@@ -45,7 +45,7 @@ class Twin:
 
     @property
     def runs_whole(self) -> bool:
-        """Whether the first probe is a probe of the whole model."""
+        """Whether the first test (probe) runs the whole model, not only a part."""
         return bool(self.probes) and not self.probes[0].path
 
     @property

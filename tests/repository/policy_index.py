@@ -14,7 +14,7 @@ import transformers
 from parallelformers_ng.sharding.policy_registry import written_policies
 
 PAGE = Path(__file__).parents[2] / "POLICY.md"
-_BEGIN, _END = "<!-- families: begin -->\n", "<!-- families: end -->\n"
+_BEGIN, _END = "<!-- families: begin -->\n\n", "\n<!-- families: end -->\n"
 _CLASS = re.compile(r"^class (\w+)", re.MULTILINE)
 
 
