@@ -17,7 +17,7 @@ _BEFORE = 2  # a table has at most 2 rows more than its setting says, for exampl
 class Shapes:
     """The sizes of a model, which tell the meaning of the numbers in its configuration."""
 
-    # Lengths of the model's module lists. A setting that counts layers equals one of them; without a model, any number may.
+    # Lengths of the model's module lists. A setting that counts layers equals one of them. Without a model: 0 to 999.
     lengths: Container[int] = range(1000)
     # All dimensions of the parameters. A list in the configuration with only such sizes is no list of layer numbers.
     sizes: frozenset[int] = frozenset()
