@@ -1,6 +1,6 @@
 """Parts of the build that pyproject.toml cannot express. The C kernels are optional: without a compiler the install
-goes on. Contributors meet `policies/` at the top of the tree, but it is installed inside the package, so that no
-top-level name `policies` ever lands in a site-packages."""
+goes on. Contributors meet `policies/` at the top of the tree; the link `parallelformers_ng/policies` makes it a part of
+the package."""
 
 from glob import glob
 
@@ -9,8 +9,7 @@ from setuptools import Extension, find_packages, setup
 HEADERS = sorted(glob("parallelformers_ng/*/_*.h"))
 
 setup(
-    packages=[*find_packages(include=["parallelformers_ng*"]), "parallelformers_ng.policies"],
-    package_dir={"parallelformers_ng.policies": "policies"},
+    packages=find_packages(include=["parallelformers_ng*"]),
     ext_modules=[
         Extension(
             "parallelformers_ng.collectives._kernel",

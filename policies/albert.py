@@ -7,9 +7,7 @@ class AlbertPolicy(Policy):
     block = "AlbertLayer"
     plan = {
         "attention": Heads("num_attention_heads", scaled=("all_head_size",)),
-        "attention.query": Column(),
-        "attention.key": Column(),
-        "attention.value": Column(),
+        "attention.{query,key,value}": Column(),
         "attention.dense": Row(),
         "ffn": Column(),
         "ffn_output": Row(),

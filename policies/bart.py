@@ -2,9 +2,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 ATTENTION = {
     "self_attn": Heads("num_heads", scaled=("embed_dim",)),
-    "self_attn.q_proj": Column(),
-    "self_attn.k_proj": Column(),
-    "self_attn.v_proj": Column(),
+    "self_attn.{q,k,v}_proj": Column(),
     "self_attn.out_proj": Row(),
 }
 

@@ -2,9 +2,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 ATTENTION = {
     "attention.self": Heads("num_attention_heads", scaled=("all_head_size",)),
-    "attention.self.query": Column(),
-    "attention.self.key": Column(),
-    "attention.self.value": Column(),
+    "attention.self.{query,key,value}": Column(),
     "attention.output.dense": Row(heads="attention.self"),
 }
 MLP = {"intermediate.dense": Column(), "output.dense": Row()}

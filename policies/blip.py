@@ -13,8 +13,7 @@ class BlipVisionPolicy(Policy):
         "BlipEncoderLayer", "Blip2EncoderLayer", "InstructBlipEncoderLayer", "InstructBlipVideoEncoderLayer",
     )  # fmt: skip
     plan = {
-        "self_attn.qkv": Column(gather=True),
-        "self_attn.projection": Column(gather=True),
+        "self_attn.{qkv,projection}": Column(gather=True),
         "mlp.fc1": Column(),
         "mlp.fc2": Row(),
     }

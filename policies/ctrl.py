@@ -7,9 +7,7 @@ class CTRLPolicy(Policy):
     block = "ctrl.EncoderLayer"
     plan = {
         "multi_head_attention": Heads("num_heads"),
-        "multi_head_attention.Wq": Column(),
-        "multi_head_attention.Wk": Column(),
-        "multi_head_attention.Wv": Column(),
+        "multi_head_attention.{Wq,Wk,Wv}": Column(),
         "multi_head_attention.dense": Row(),
         "ffn.0": Column(),
         "ffn.2": Row(),

@@ -14,7 +14,6 @@ class DbrxPolicy(Policy):
         "norm_attn_norm.attn.out_proj": Row(),
         "ffn": Reduce(),
         "ffn.experts": Heads("ffn_hidden_size"),
-        "ffn.experts.mlp.w1": Slice(0, fused="num_experts"),
-        "ffn.experts.mlp.v1": Slice(0, fused="num_experts"),
+        "ffn.experts.mlp.{w1,v1}": Slice(0, fused="num_experts"),
         "ffn.experts.mlp.w2": Slice(0, fused="num_experts", partial=True),
     }

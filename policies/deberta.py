@@ -13,10 +13,8 @@ class DebertaPolicy(Policy):
     plan = {
         "attention.self": Heads("num_attention_heads", scaled=("all_head_size",)),
         "attention.self.in_proj": Column(),
-        "attention.self.q_bias": Slice(0),
-        "attention.self.v_bias": Slice(0),
-        "attention.self.pos_proj": Column(),
-        "attention.self.pos_q_proj": Column(),
+        "attention.self.{q,v}_bias": Slice(0),
+        "attention.self.{pos,pos_q}_proj": Column(),
         "attention.output.dense": Row(heads="attention.self"),
         **MLP,
     }
@@ -31,11 +29,7 @@ class DebertaV2Policy(Policy):
     block = "DebertaV2Layer"
     plan = {
         "attention.self": Heads("num_attention_heads", scaled=("all_head_size",)),
-        "attention.self.query_proj": Column(),
-        "attention.self.key_proj": Column(),
-        "attention.self.value_proj": Column(),
-        "attention.self.pos_key_proj": Column(),
-        "attention.self.pos_query_proj": Column(),
+        "attention.self.{query,key,value,pos_key,pos_query}_proj": Column(),
         "attention.output.dense": Row(heads="attention.self"),
         **MLP,
     }

@@ -3,9 +3,7 @@ from parallelformers_ng.sharding.rules import Column, Experts, Heads, Policy, Re
 
 LATENT_ATTENTION = {
     "self_attn": Heads("num_heads"),
-    "self_attn.q_proj": Column(),
-    "self_attn.q_b_proj": Column(),
-    "self_attn.kv_b_proj": Column(),
+    "self_attn.{q,q_b,kv_b}_proj": Column(),
     "self_attn.o_proj": Row(),
 }
 
@@ -27,34 +25,21 @@ class DeepseekV2Policy(Policy):
 
 
 class DeepseekV2MoEPolicy(Policy):
-    """Routed experts and shared experts; the ranks sum the outputs of all experts in one all-reduce."""
+    """Routed experts and, in most models, an MLP through which all tokens go, sometimes gated. The ranks sum all
+    outputs in one all-reduce."""
 
     block = (
-        "DeepseekV2Moe", "DeepseekOcr2TextMoe", "DeepseekV3MoE", "DeepseekV32MoE", "Glm4MoeMoE", "Glm4MoeLiteMoE",
-        "GlmMoeDsaMoE", "Glm4vMoeTextMoE", "KimiLinearMoE", "Mistral4MoE", "UnlimitedOcrTextMoe",
+        "DeepseekV2Moe", "DeepseekOcr2TextMoe", "DeepseekV3MoE", "DeepseekV32MoE", "Ernie4_5_MoeSparseMoeBlock",
+        "Glm4MoeMoE", "Glm4MoeLiteMoE", "GlmMoeDsaMoE", "Glm4vMoeTextMoE", "HunYuanMoEV1Moe", "KimiLinearMoE",
+        "Llama4TextMoe", "Mistral4MoE", "Qwen3NextSparseMoeBlock", "Qwen3_5MoeSparseMoeBlock", "UnlimitedOcrTextMoe",
     )  # fmt: skip
     plan = {
         "": Reduce(),
         "experts": Experts(reduce=False),
-        "shared_experts.gate_proj": Column(),
-        "shared_experts.up_proj": Column(),
-        "shared_experts.down_proj": Row(reduce=False),
+        "{shared_experts,shared_expert,shared_mlp}.{gate,up}_proj": Column(),
+        "{shared_experts,shared_expert,shared_mlp}.down_proj": Row(reduce=False),
     }
-
-
-class Ernie45MoEPolicy(Policy):
-    """DeepSeek's experts. Some configurations have no shared experts."""
-
-    block = "Ernie4_5_MoeSparseMoeBlock"
-    plan = DeepseekV2MoEPolicy.plan
-    optional = ("shared_experts",)
-
-
-class HunYuanMoEPolicy(Policy):
-    """Routed experts, and an MLP through which all tokens go; the ranks sum both outputs in one all-reduce."""
-
-    block = "HunYuanMoEV1Moe"
-    plan = moved(DeepseekV2MoEPolicy.plan, "shared_experts", "shared_mlp")
+    optional = ("shared_experts", "shared_expert", "shared_mlp")
 
 
 class KimiLinearPolicy(Policy):
@@ -65,10 +50,11 @@ class KimiLinearPolicy(Policy):
     optional = ("mlp",)
 
 
-class KimiLinearAttentionPolicy(Policy):
-    """DeepSeek V2's attention without rotary positions."""
+class LatentAttentionPolicy(Policy):
+    """DeepSeek V2's latent attention as a block of its own: in Kimi Linear, without rotary positions, and in
+    LongCat-Flash."""
 
-    block = "KimiLinearAttention"
+    block = ("KimiLinearAttention", "LongcatFlashMLA")
     plan = moved(LATENT_ATTENTION, "self_attn", "")
     optional = ("q_proj", "q_b_proj")
 
@@ -80,15 +66,12 @@ class KimiDeltaAttentionPolicy(Policy):
     block = "KimiLinearDeltaAttention"
     plan = {
         "": Heads("num_heads", scaled=("qkv_dim",)),
-        "q_proj": Column(),
-        "k_proj": Column(),
-        "v_proj": Column(),
+        "{q,k,v}_proj": Column(),
         "conv1d": Column(fused=3),
         "forget_gate.f_b_proj": Column(),
         "forget_gate.dt_bias": Slice(0),
         "forget_gate.A_log": Slice(2),
-        "b_proj": Column(),
-        "g_b_proj": Column(),
+        "{b,g_b}_proj": Column(),
         "o_proj": Row(),
     }
 
@@ -98,11 +81,3 @@ class LongcatFlashPolicy(Policy):
 
     block = "LongcatFlashDecoderLayer"
     plan = {**moved(MLP, "mlp", "mlps.*"), "mlp.experts": Experts()}
-
-
-class LongcatFlashAttentionPolicy(Policy):
-    """DeepSeek V2's latent attention in LongCat-Flash."""
-
-    block = "LongcatFlashMLA"
-    plan = moved(LATENT_ATTENTION, "self_attn", "")
-    optional = ("q_proj",)

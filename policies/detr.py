@@ -1,5 +1,3 @@
-from typing import ClassVar
-
 from parallelformers_ng.policies.llama import ATTENTION
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
@@ -10,7 +8,7 @@ class DetrEncoderPolicy(Policy):
     """DETR's encoder layer, which adds positions to the inputs of the q and k projections. The backbone stays whole.
     RT-DETR has encoder layers only over the coarsest level of the backbone's features."""
 
-    block: ClassVar[str | tuple[str, ...]] = (
+    block = (
         "DetrEncoderLayer", "RTDetrEncoderLayer", "RTDetrV2EncoderLayer", "PPDocLayoutV2EncoderLayer",
         "PPDocLayoutV3EncoderLayer", "PPDocLayoutV4EncoderLayer",
     )  # fmt: skip
@@ -20,7 +18,7 @@ class DetrEncoderPolicy(Policy):
 class DetrDecoderPolicy(DetrEncoderPolicy):
     """DETR's decoder layer. Its inputs are object queries, one for each object that may be in the image."""
 
-    block: ClassVar[str | tuple[str, ...]] = "DetrDecoderLayer"
+    block = "DetrDecoderLayer"
     plan = {**DetrEncoderPolicy.plan, **_DECODER_ATTENTION, **moved(_DECODER_ATTENTION, "self_attn", "encoder_attn")}
 
 
@@ -43,25 +41,6 @@ class RTDetrDecoderPolicy(DetrDecoderPolicy):
         "PPDocLayoutV2DecoderLayer", "PPDocLayoutV3DecoderLayer", "PPDocLayoutV4DecoderLayer",
     )  # fmt: skip
     plan = {**DetrEncoderPolicy.plan, **_DECODER_ATTENTION}
-
-
-class RTDetrProjectionPolicy(Policy):
-    """The projection of the encoder's output, from which the decoder's queries are chosen; also in D-FINE and
-    DEIMv2."""
-
-    block = (
-        "RTDetrModel", "RTDetrV2Model", "DFineModel", "Deimv2Model",
-        "PPDocLayoutV2Model", "PPDocLayoutV3Model", "PPDocLayoutV4Model",
-    )  # fmt: skip
-    plan = {"enc_output.0": Column(gather=True)}
-
-
-class PPDocLayoutOrderPolicy(Policy):
-    """The heads that predict the reading order of a page's parts. The forward uses only the last projection of each
-    list."""
-
-    block = ("PPDocLayoutV4SuccessorOrderHead", "PPDocLayoutV4RelativeOrderHead")
-    plan = {"proj.*": Column(gather=True)}
 
 
 class DFineEncoderPolicy(Policy):

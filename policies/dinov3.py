@@ -3,9 +3,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 HEADS = {
     "attention": Heads("num_heads", scaled=("embed_dim",)),
-    "attention.q_proj": Column(),
-    "attention.k_proj": Column(),
-    "attention.v_proj": Column(),
+    "attention.{q,k,v}_proj": Column(),
 }
 ATTENTION = {**HEADS, "attention.o_proj": Row()}
 

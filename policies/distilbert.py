@@ -7,9 +7,7 @@ class DistilBertPolicy(Policy):
     block = "TransformerBlock"
     plan = {
         "attention": Heads("n_heads", scaled=("dim",)),
-        "attention.q_lin": Column(),
-        "attention.k_lin": Column(),
-        "attention.v_lin": Column(),
+        "attention.{q,k,v}_lin": Column(),
         "attention.out_lin": Row(),
         "ffn.lin1": Column(),
         "ffn.lin2": Row(),

@@ -8,14 +8,9 @@ class FunnelPolicy(Policy):
     block = "FunnelLayer"
     plan = {
         "attention": Heads("config.n_head", scaled=("config.n_head",)),
-        "attention.q_head": Column(),
-        "attention.k_head": Column(),
-        "attention.v_head": Column(),
-        "attention.r_w_bias": Slice(0),
-        "attention.r_r_bias": Slice(0),
-        "attention.r_s_bias": Slice(0),
-        "attention.r_kernel": Slice(1),
-        "attention.seg_embed": Slice(1),
+        "attention.{q,k,v}_head": Column(),
+        "attention.{r_w,r_r,r_s}_bias": Slice(0),
+        "attention.{r_kernel,seg_embed}": Slice(1),
         "attention.post_proj": Row(),
         "ffn.linear_1": Column(),
         "ffn.linear_2": Row(),

@@ -11,23 +11,22 @@ class Gemma3nPolicy(Policy):
         **ATTENTION,
         **MLP,
         "mlp": GaussianTopK(),
-        "per_layer_input_gate": Column(gather=True),
-        "per_layer_projection": Column(gather=True),
+        "per_layer_{input_gate,projection}": Column(gather=True),
     }
 
 
 class Gemma4Policy(Policy):
     """A layer with attention, an MLP, and routed experts in some models. Layers differ in the number of key/value
-    heads. Some layers read keys and values of an earlier layer, and some have no projection of values."""
+    heads. Some layers read keys and values of an earlier layer, and some have no projection of values. In
+    DiffusionGemma, encoder and decoder share weights, and the decoder reads the encoder's keys and values."""
 
-    block = "Gemma4TextDecoderLayer"
+    block = ("Gemma4TextDecoderLayer", "DiffusionGemmaEncoderTextLayer", "DiffusionGemmaDecoderTextLayer")
     plan = {
         **ATTENTION,
         **MLP,
         "self_attn": Heads("config.num_attention_heads", groups="num_key_value_groups"),
         "experts": Experts(),
-        "per_layer_input_gate": Column(gather=True),
-        "per_layer_projection": Column(gather=True),
+        "per_layer_{input_gate,projection}": Column(gather=True),
     }
     optional = ("self_attn.v_proj", "experts", "per_layer_input_gate", "per_layer_projection")
 
@@ -39,20 +38,10 @@ class Gemma4VisionPolicy(Policy):
     plan = {
         "self_attn": Heads("config.num_attention_heads", "config.num_key_value_heads", groups="num_key_value_groups"),
         "self_attn.q_proj.linear": Column(),
-        "self_attn.k_proj.linear": Column("key"),
-        "self_attn.v_proj.linear": Column("key"),
+        "self_attn.{k,v}_proj.linear": Column("key"),
         "self_attn.o_proj.linear": Row(),
         **{f"{path}.linear": rule for path, rule in MLP.items()},
     }
-
-
-class DiffusionGemmaPolicy(Policy):
-    """Gemma 4's layer with experts. Encoder and decoder share weights, and the decoder reads the encoder's keys and
-    values. Layers of full attention have no projection of values."""
-
-    block = ("DiffusionGemmaEncoderTextLayer", "DiffusionGemmaDecoderTextLayer")
-    plan = {path: rule for path, rule in Gemma4Policy.plan.items() if not path.startswith("per_layer")}
-    optional = ("self_attn.v_proj",)
 
 
 class DiffusionGemmaDecoderPolicy(Policy):

@@ -1,27 +1,19 @@
-from typing import ClassVar
-
 from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
 from parallelformers_ng.sharding.rules import Column, Experts, Row
 
 
 class GraniteMoePolicy(LlamaPolicy):
-    """Granite's attention with routed experts."""
+    """Granite's attention with routed experts.
 
-    block = "GraniteMoeDecoderLayer"
-    plan = {**ATTENTION, "block_sparse_moe.experts": Experts()}
+    Later models have an additional MLP through which all tokens go; it packs gate and up side by side. In the hybrid
+    models, most layers have Mamba 2's mixer instead of attention, and some models have no routed experts.
+    """
 
-
-class GraniteMoeSharedPolicy(GraniteMoePolicy):
-    """GraniteMoe's block with an additional MLP through which all tokens go; it packs gate and up side by side."""
-
-    block = "GraniteMoeSharedDecoderLayer"
-    plan = {**GraniteMoePolicy.plan, "shared_mlp.input_linear": Column(fused=2), "shared_mlp.output_linear": Row()}
-    optional: ClassVar[tuple[str, ...]] = ("shared_mlp",)
-
-
-class GraniteMoeHybridPolicy(GraniteMoeSharedPolicy):
-    """GraniteMoeShared's block with Mamba 2's mixer instead of attention in most layers. Some models have no routed
-    experts."""
-
-    block = "GraniteMoeHybridDecoderLayer"
-    optional = ("self_attn", "block_sparse_moe")
+    block = ("GraniteMoeDecoderLayer", "GraniteMoeSharedDecoderLayer", "GraniteMoeHybridDecoderLayer")
+    plan = {
+        **ATTENTION,
+        "block_sparse_moe.experts": Experts(),
+        "shared_mlp.input_linear": Column(fused=2),
+        "shared_mlp.output_linear": Row(),
+    }
+    optional = ("self_attn", "block_sparse_moe", "shared_mlp")

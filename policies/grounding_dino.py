@@ -7,9 +7,7 @@ class GroundingDinoAttentionPolicy(Policy):
     block = ("GroundingDinoMultiheadAttention", "MMGroundingDinoMultiheadAttention")
     plan = {
         "": Heads("num_attention_heads", scaled=("all_head_size",), biases=("attention_mask",)),
-        "query": Column(),
-        "key": Column(),
-        "value": Column(),
+        "{query,key,value}": Column(),
         "out_proj": Row(),
     }
 
@@ -25,9 +23,7 @@ class GroundingDinoDeformablePolicy(Policy):
     )  # fmt: skip
     plan = {
         "": Heads("n_heads", scaled=("d_model",), weights_dim=2),
-        "sampling_offsets": Column(),
-        "attention_weights": Column(),
-        "value_proj": Column(),
+        "{sampling_offsets,attention_weights,value_proj}": Column(),
         "output_proj": Row(),
     }
 
@@ -37,10 +33,7 @@ class GroundingDinoFusionPolicy(Policy):
     because the module returns the weights of both directions."""
 
     block = ("GroundingDinoBiMultiHeadAttention", "MMGroundingDinoBiMultiHeadAttention")
-    plan = dict.fromkeys(
-        ("vision_proj", "text_proj", "values_vision_proj", "values_text_proj", "out_vision_proj", "out_text_proj"),
-        Column(gather=True),
-    )
+    plan = {"{vision,text,values_vision,values_text,out_vision,out_text}_proj": Column(gather=True)}
 
 
 class GroundingDinoFeedForwardPolicy(Policy):

@@ -1,19 +1,16 @@
-from parallelformers_ng.policies.llama import ATTENTION, MLP, LlamaPolicy
+from parallelformers_ng.policies.llama import ATTENTION, MLP
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, moved
+
+_ATTENTION = {**ATTENTION, "self_attn": Heads("num_heads")}
 
 
 class IdeficsPolicy(Policy):
-    """Llama's block with equal numbers of query heads and key/value heads."""
+    """Llama's block with equal numbers of query heads and key/value heads, and the blocks with cross-attention to the
+    image between these blocks."""
 
-    block = "IdeficsDecoderLayer"
-    plan = {**LlamaPolicy.plan, "self_attn": Heads("num_heads")}
-
-
-class IdeficsCrossAttentionPolicy(Policy):
-    """The blocks with cross-attention to the image, between Llama's blocks."""
-
-    block = "IdeficsGatedCrossAttentionLayer"
-    plan = moved(IdeficsPolicy.plan, "self_attn", "cross_attn")
+    block = ("IdeficsDecoderLayer", "IdeficsGatedCrossAttentionLayer")
+    plan = {**_ATTENTION, **moved(_ATTENTION, "self_attn", "cross_attn"), **MLP}
+    optional = ("self_attn", "cross_attn")
 
 
 class IdeficsEmbeddingPolicy(Policy):

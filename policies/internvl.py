@@ -8,8 +8,7 @@ class InternVLVisionPolicy(Policy):
     block = "InternVLVisionLayer"
     plan = {
         **HEADS,
-        "attention.q_norm": Norm(),
-        "attention.k_norm": Norm(),
+        "attention.{q,k}_norm": Norm(),
         "attention.projection_layer": Row(),
         "mlp.fc1": Column(),
         "mlp.fc2": Row(),

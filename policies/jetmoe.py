@@ -9,7 +9,6 @@ class JetMoePolicy(Policy):
     plan = {
         "mlp.input_linear": Column(fused=2),
         "mlp.output_linear": Row(),
-        "self_attention.experts.input_linear": Column("column", gather=True),
-        "self_attention.experts.output_linear": Column("column", gather=True),
+        "self_attention.experts.{input,output}_linear": Column("column", gather=True),
         "self_attention.kv_proj": Column("column", gather=True),
     }

@@ -9,8 +9,7 @@ class Lfm2Policy(Policy):
     plan = {
         **HEADS,
         "self_attn.out_proj": Row(),
-        "feed_forward.w1": Column(),
-        "feed_forward.w3": Column(),
+        "feed_forward.{w1,w3}": Column(),
         "feed_forward.w2": Row(),
         "feed_forward.experts": Experts(),
     }

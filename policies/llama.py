@@ -1,12 +1,9 @@
-from typing import ClassVar
-
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 HEADS = {
     "self_attn": Heads("config.num_attention_heads", "config.num_key_value_heads", groups="num_key_value_groups"),
     "self_attn.q_proj": Column(),
-    "self_attn.k_proj": Column("key"),
-    "self_attn.v_proj": Column("key"),
+    "self_attn.{k,v}_proj": Column("key"),
 }
 ATTENTION = {**HEADS, "self_attn.o_proj": Row()}
 MLP = {"mlp.gate_proj": Column(), "mlp.up_proj": Column(), "mlp.down_proj": Row()}
@@ -19,7 +16,7 @@ class LlamaPolicy(Policy):
     share, wider heads, multipliers, capped scores, positions, and windows in the mask.
     """
 
-    block: ClassVar[str | tuple[str, ...]] = (
+    block = (
         "LlamaDecoderLayer", "Cohere2DecoderLayer", "Exaone4DecoderLayer", "GemmaDecoderLayer", "Gemma2DecoderLayer",
         "Gemma3DecoderLayer", "GraniteDecoderLayer", "HeliumDecoderLayer", "HunYuanDenseV1DecoderLayer",
         "MinistralDecoderLayer", "Ministral3DecoderLayer", "MistralDecoderLayer", "OlmoDecoderLayer",

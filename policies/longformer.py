@@ -4,9 +4,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 WINDOW_ATTENTION = {
     **ATTENTION,
     "attention.self": Heads("num_heads", weights_dim=2, more_weights=((2, 1),), input_width=True),
-    "attention.self.query_global": Column(),
-    "attention.self.key_global": Column(),
-    "attention.self.value_global": Column(),
+    "attention.self.{query,key,value}_global": Column(),
 }
 
 

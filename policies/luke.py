@@ -11,8 +11,6 @@ class LukePolicy(BertPolicy):
         **ATTENTION,
         **MLP,
         "attention.self": Heads("num_attention_heads", scaled=("all_head_size",), weights=2),
-        "attention.self.w2e_query": Column(),
-        "attention.self.e2w_query": Column(),
-        "attention.self.e2e_query": Column(),
+        "attention.self.{w2e,e2w,e2e}_query": Column(),
     }
     optional = ("attention.self.w2e_query", "attention.self.e2w_query", "attention.self.e2e_query")

@@ -20,11 +20,5 @@ class LxmertFeedForwardPolicy(Policy):
     """The feed-forwards: one in a layer over words or regions, and two in a layer of cross-attention."""
 
     block = ("LxmertLayer", "LxmertXLayer")
-    plan = {
-        **MLP,
-        "lang_inter.dense": Column(),
-        "lang_output.dense": Row(),
-        "visn_inter.dense": Column(),
-        "visn_output.dense": Row(),
-    }
+    plan = {**MLP, "{lang,visn}_inter.dense": Column(), "{lang,visn}_output.dense": Row()}
     optional = ("intermediate", "output", "lang_inter", "lang_output", "visn_inter", "visn_output")

@@ -15,8 +15,7 @@ class MambaPolicy(Policy):
         "conv1d": Column(),
         "x_proj": Row(),
         "dt_proj": Column(),
-        "A_log": Slice(0),
-        "D": Slice(0),
+        "{A_log,D}": Slice(0),
         "out_proj": Row(),
     }
 
@@ -29,50 +28,32 @@ TIME_STEP = Part("query", 1)
 class Mamba2Policy(Policy):
     """A state-space mixer with heads. Heads of a group share B and C, as query heads share a key/value head.
 
-    `in_proj` packs gate, x, B, C and time step. The gated norm is over the channels of a group, or over all channels.
+    `in_proj` packs gate, x, B, C and time step; Falcon-H1 has a multiplier for each of these parts (`mup_vector`). The
+    gated norm is over the channels of a group, or over all channels. Most configurations of Falcon-H1 have no norm.
     """
 
     block = (
-        "Mamba2Mixer", "BambaMixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "Zamba2MambaMixer",
+        "Mamba2Mixer", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer",
+        "Zamba2MambaMixer",
     )  # fmt: skip
     plan = {
         "": Heads("num_heads", "n_groups", scaled=("intermediate_size",)),
         "in_proj": Column(fused=(INNER, INNER, STATE, STATE, TIME_STEP)),
         "conv1d": Column(fused=(INNER, STATE, STATE), widths=("conv_dim",)),
-        "A_log": Slice(0),
-        "D": Slice(0),
-        "dt_bias": Slice(0),
+        "{A_log,D,dt_bias}": Slice(0),
+        "mup_vector": Slice(2, fused=(INNER, INNER, STATE, STATE, TIME_STEP)),
         "norm": Norm(),
         "out_proj": Row(),
     }
+    optional = ("mup_vector", "norm")
 
 
-class BambaPolicy(LlamaPolicy):
-    """Llama's block; most layers have Mamba 2's mixer instead of attention."""
+class MambaLayerPolicy(LlamaPolicy):
+    """Llama's block, in which a mixer replaces the attention of most layers (Bamba, Jamba), or is beside the attention
+    (Falcon-H1). Jamba's layers have an MLP or experts. `MambaPolicy` and `Mamba2Policy` cut the mixers."""
 
-    block = "BambaDecoderLayer"
-    plan = moved(LlamaPolicy.plan, "mlp", "feed_forward")
-    optional = ("self_attn",)
-
-
-class FalconH1MixerPolicy(Policy):
-    """Mamba 2's mixer with a multiplier for each part of `in_proj`. Most configurations have no norm."""
-
-    block = "FalconH1Mixer"
-    plan = {**Mamba2Policy.plan, "mup_vector": Slice(2, fused=(INNER, INNER, STATE, STATE, TIME_STEP))}
-    optional = ("norm",)
-
-
-class FalconH1Policy(LlamaPolicy):
-    """Llama's block with a mixer beside the attention; mixer and attention read the output of the same norm."""
-
-    block = "FalconH1DecoderLayer"
-    plan = moved(LlamaPolicy.plan, "mlp", "feed_forward")
-
-
-class JambaPolicy(LlamaPolicy):
-    """Layers of attention or Mamba, each with an MLP or experts. `MambaPolicy` cuts the mixer."""
-
-    block = ("JambaAttentionDecoderLayer", "JambaMambaDecoderLayer")
+    block = (
+        "BambaDecoderLayer", "FalconH1DecoderLayer", "JambaAttentionDecoderLayer", "JambaMambaDecoderLayer",
+    )  # fmt: skip
     plan = {**moved(LlamaPolicy.plan, "mlp", "feed_forward"), "feed_forward.experts": Experts()}
     optional = ("self_attn", "feed_forward")

@@ -7,11 +7,8 @@ class MiniMaxLightningPolicy(Policy):
     block = "MiniMaxLightningAttention"
     plan = {
         "": Heads("num_attention_heads"),
-        "qkv_proj": Column(),
-        "output_gate": Column(),
-        "slope_rate": Slice(0),
-        "query_decay": Slice(0),
-        "key_decay": Slice(0),
+        "{qkv_proj,output_gate}": Column(),
+        "{slope_rate,query_decay,key_decay}": Slice(0),
         "diagonal_decay": Slice(1),
         "norm": Norm(),
         "out_proj": Row(),

@@ -12,8 +12,7 @@ class MobileBertPolicy(BertPolicy):
     plan = {
         **ATTENTION,
         **MLP,
-        "bottleneck.input.dense": Column(gather=True),
-        "bottleneck.attention.dense": Column(gather=True),
+        "bottleneck.{input,attention}.dense": Column(gather=True),
         "output.bottleneck.dense": Column(gather=True),
     }
     optional = ("bottleneck", "output.bottleneck")

@@ -7,9 +7,7 @@ class MPNetPolicy(Policy):
     block = "MPNetLayer"
     plan = {
         "attention.attn": Heads("num_attention_heads", scaled=("all_head_size",)),
-        "attention.attn.q": Column(),
-        "attention.attn.k": Column(),
-        "attention.attn.v": Column(),
+        "attention.attn.{q,k,v}": Column(),
         "attention.attn.o": Row(),
         "intermediate.dense": Column(),
         "output.dense": Row(),

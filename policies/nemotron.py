@@ -1,20 +1,14 @@
-from parallelformers_ng.policies.gpt2 import MLP
 from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
 from parallelformers_ng.sharding.rules import Column, Experts, Policy, Row
 
 
 class NemotronPolicy(LlamaPolicy):
-    """Llama's attention and an ungated MLP, whose activation may have weights."""
+    """Llama's attention and an ungated MLP, whose activation may have weights. Starcoder 2 gives the MLP's layers the
+    names of GPT-2."""
 
-    block = ("NemotronDecoderLayer", "ApertusDecoderLayer", "ArceeDecoderLayer")
-    plan = {**ATTENTION, "mlp.up_proj": Column(), "mlp.down_proj": Row()}
-
-
-class Starcoder2Policy(LlamaPolicy):
-    """Llama's attention with biases, and an ungated MLP."""
-
-    block = "Starcoder2DecoderLayer"
-    plan = {**ATTENTION, **MLP}
+    block = ("NemotronDecoderLayer", "ApertusDecoderLayer", "ArceeDecoderLayer", "Starcoder2DecoderLayer")
+    plan = {**ATTENTION, "mlp.{up_proj,c_fc}": Column(), "mlp.{down_proj,c_proj}": Row()}
+    optional = ("mlp",)
 
 
 class NemotronHMLPPolicy(Policy):

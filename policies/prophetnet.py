@@ -3,9 +3,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 _ATTENTION = {
     "self_attn": Heads("num_attn_heads", biases=("attention_mask",), input_width=True),
-    "self_attn.query_proj": Column(),
-    "self_attn.key_proj": Column(),
-    "self_attn.value_proj": Column(),
+    "self_attn.{query,key,value}_proj": Column(),
     "self_attn.out_proj": Row(),
 }
 

@@ -14,14 +14,9 @@ class RecurrentGemmaPolicy(Policy):
             scaled=("lru_width", "hidden_size"),
             fresh=("conv1d_state", "rg_lru.recurrent_states"),
         ),
-        "linear_x": Column(),
-        "linear_y": Column(),
-        "conv_1d": Column(),
+        "{linear_x,linear_y,conv_1d}": Column(),
         "rg_lru.recurrent_param": Slice(0),
-        "rg_lru.input_gate_weight": Slice(0),
-        "rg_lru.input_gate_bias": Slice(0),
-        "rg_lru.recurrent_gate_weight": Slice(0),
-        "rg_lru.recurrent_gate_bias": Slice(0),
+        "rg_lru.{input,recurrent}_gate_{weight,bias}": Slice(0),
         "linear_out": Row(),
     }
 

@@ -6,7 +6,7 @@ class RwkvAttentionPolicy(Policy):
     recurrence on gathered inputs."""
 
     block = "RwkvSelfAttention"
-    plan = dict.fromkeys(("key", "value", "receptance", "output"), Column(gather=True))
+    plan = {"{key,value,receptance,output}": Column(gather=True)}
 
 
 class RwkvFeedForwardPolicy(Policy):

@@ -4,8 +4,8 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 
 class SamVisionPolicy(Policy):
-    """The layer of SAM's vision tower, which also reads the image first in DeepSeek-OCR 2. Relative
-    positions are the same for all heads."""
+    """The layer of SAM's vision tower, which DeepSeek-OCR 2 runs before its own encoder. Relative positions are the
+    same for all heads."""
 
     block = (
         "SamVisionLayer", "SamHQVisionLayer", "DeepseekOcr2SamVisionLayer", "UnlimitedOcrSamVisionLayer",

@@ -20,12 +20,8 @@ class SeamlessConformerAttentionPolicy(Policy):
     block = ("SeamlessM4TConformerSelfAttention", "SeamlessM4Tv2ConformerSelfAttention")
     plan = {
         "": Heads("num_heads"),
-        "linear_q": Column(),
-        "linear_k": Column(),
-        "linear_v": Column(),
-        "linear_pos": Column(),
-        "pos_bias_u": Slice(0),
-        "pos_bias_v": Slice(0),
+        "linear_{q,k,v,pos}": Column(),
+        "pos_bias_{u,v}": Slice(0),
         "linear_out": Row(),
     }
     optional = ("linear_pos", "pos_bias_u", "pos_bias_v")

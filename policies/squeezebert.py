@@ -10,9 +10,7 @@ class SqueezeBertPolicy(Policy):
     block = "SqueezeBertModule"
     plan = {
         "attention": Heads("num_attention_heads", scaled=("all_head_size",), weights="attention_score"),
-        "attention.query": Column(),
-        "attention.key": Column(),
-        "attention.value": Column(),
+        "attention.{query,key,value}": Column(),
         "post_attention.conv1d": Row(heads="attention"),
         "intermediate.conv1d": Column(gather=True),
         "output.conv1d": Column(gather=True),

@@ -8,23 +8,18 @@ class T5AttentionPolicy(Policy):
     block = ("T5Attention", "MT5Attention", "SwitchTransformersAttention")
     plan = {
         "": Heads("n_heads", scaled=("inner_dim",), weights=2, more_weights=((1, 1),)),
-        "q": Column(),
-        "k": Column(),
-        "v": Column(),
+        "{q,k,v}": Column(),
         "o": Row(),
         "relative_attention_bias": Column(),
     }
 
 
 class T5FeedForwardPolicy(Policy):
-    """The ungated feed-forward of T5 v1.0."""
+    """The feed-forward: one projection `wi` in T5 v1.0, and a gate `wi_0` beside `wi_1` in later versions."""
 
-    block = ("T5DenseActDense", "MT5DenseActDense", "SwitchTransformersDenseActDense")
-    plan = {"wi": Column(), "wo": Row()}
-
-
-class T5GatedFeedForwardPolicy(Policy):
-    """The gated feed-forward of T5 v1.1 and later."""
-
-    block = ("T5DenseGatedActDense", "MT5DenseGatedActDense")
-    plan = {"wi_0": Column(), "wi_1": Column(), "wo": Row()}
+    block = (
+        "T5DenseActDense", "T5DenseGatedActDense", "MT5DenseActDense", "MT5DenseGatedActDense",
+        "SwitchTransformersDenseActDense",
+    )  # fmt: skip
+    plan = {"{wi,wi_0,wi_1}": Column(), "wo": Row()}
+    optional = ("wi", "wi_0", "wi_1")

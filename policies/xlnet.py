@@ -11,14 +11,9 @@ class XLNetPolicy(Policy):
         "rel_attn": Heads(
             "n_head", layer=XLNetAttentionParallel, weights=2, weights_dim=3, more_weights=(((2, 0), 3), ((2, 1), 3))
         ),
-        "rel_attn.q": Slice(1),
-        "rel_attn.k": Slice(1),
-        "rel_attn.v": Slice(1),
-        "rel_attn.r": Slice(1),
+        "rel_attn.{q,k,v,r}": Slice(1),
         "rel_attn.o": Slice(1, partial=True),
-        "rel_attn.r_r_bias": Slice(0),
-        "rel_attn.r_s_bias": Slice(0),
-        "rel_attn.r_w_bias": Slice(0),
+        "rel_attn.{r_r,r_s,r_w}_bias": Slice(0),
         "rel_attn.seg_embed": Slice(1),
         "ff.layer_1": Column(),
         "ff.layer_2": Row(),

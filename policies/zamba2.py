@@ -10,8 +10,7 @@ class Zamba2AttentionPolicy(Policy):
     plan = {
         **moved(ATTENTION, "self_attn", ""),
         "linear_q_adapter_list.*.1": Column(),
-        "linear_k_adapter_list.*.1": Column("key"),
-        "linear_v_adapter_list.*.1": Column("key"),
+        "linear_{k,v}_adapter_list.*.1": Column("key"),
     }
     optional = ("linear_q_adapter_list", "linear_k_adapter_list", "linear_v_adapter_list")
 

@@ -10,20 +10,20 @@ from typing import Any
 from torch import nn
 
 LONG = 256  # number of rows to which longer embedding tables are shortened, approximately
-_BEFORE = 2  # a table may have so many rows more than its setting says, for example for padding
+_BEFORE = 2  # a table has at most 2 rows more than its setting says, for example for padding
 
 
 @dataclass(frozen=True)
 class Shapes:
     """The sizes of a model, which tell the meaning of the numbers in its configuration."""
 
-    # Lengths of the model's module lists. A setting that counts layers equals such a length. Without a model: 0 to 999.
+    # Lengths of the model's module lists. A setting that counts layers equals one of them. Without a model: 0 to 999.
     lengths: Container[int] = range(1000)
     # All dimensions of the parameters. A list in the configuration with only such sizes is no list of layer numbers.
     sizes: frozenset[int] = frozenset()
     # Values in the configuration that equal the number of rows of a long embedding table, for example of positions.
     tables: frozenset[int] = frozenset()
-    windows: bool = False  # whether parameter shapes depend on the window settings, which then count no tokens
+    windows: bool = False  # whether parameter shapes depend on the window settings, which must then stay
 
     def numbers_layers(self, numbers: Sequence[Any], count: int) -> bool:
         """Return whether a list in a configuration consists of layer numbers, from 0 to `count`.

@@ -26,7 +26,7 @@ _TABLES = frozenset(vars(nn.Module())) | {"training"}
 
 
 class _Edit:
-    """A module with foreign code, recorded before parallelizing, which changes the module's class.
+    """The class, functions and settings of a module with foreign code, to be put on a module of a small copy.
 
     Args:
         settings: name of an attribute → number or string that the program set.

@@ -104,7 +104,10 @@ class Attention:
         return Proposal(self.place.block, "attention", tuple(variants[:8]), gathered)
 
     def _packings(self, heads: int, key_heads: int) -> list[dict[str, Rule]]:
-        """Return alternative rules for the layer that packs q, k and v, the most likely first; `[{}]` without one."""
+        """Return alternative rules for the layer that packs q, k and v, the most likely first.
+
+        If no layer packs q, k and v, the only alternative is an empty set of rules.
+        """
         if self.fused is None:
             return [{}]
         key: Unit = "key"

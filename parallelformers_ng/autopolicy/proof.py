@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass
 class Proof:
-    """Policies that passed on a twin, and what the search tried."""
+    """Policies with which the outputs of a sharded and a whole twin match, and the failed attempts of the search."""
 
     selection: Selection  # policies to use, including written policies
     tried: list[str] = field(default_factory=list)  # failed attempts with reasons, as text
@@ -56,7 +56,7 @@ _TWINS: dict[tuple[Any, ...], Twin] = {}
 
 
 class _Refusal(NamedTuple):
-    text: str  # not the error itself, whose traceback would keep the model
+    text: str  # not the error itself, whose traceback would keep the model in memory
 
 
 def remembered(make: Callable[[], T], model: PreTrainedModel, *question: Any) -> T:
@@ -88,7 +88,7 @@ def prove_live_code(
 ) -> Selection:
     """Check on a twin whether policies may shard modules with foreign code: sharded and whole outputs must match."""
     proven = replace(selection, proven=True)
-    any_precision = QuantizeOptions(dequantize=True)  # the caller's plan refuses weights that may not change precision
+    any_precision = QuantizeOptions(dequantize=True)  # the plan, not the proof, refuses to dequantize
     uncut = build_plan(model, world_size, selection, parts=parts, quantize=any_precision).uncut
     if uncut == build_plan(model, world_size, proven, parts=parts, quantize=any_precision).uncut:
         return selection  # no layer stays whole because of foreign code, so a proof would not change the plan
@@ -106,7 +106,7 @@ def prove_live_code(
 
 
 def _runs_foreign_code(trials: Trials) -> bool:
-    """Whether a twin that may run only in parts runs all modules with foreign code in blocks that would be sharded."""
+    """Whether the twin's runs reach every module with foreign code that is in a block to be sharded."""
     run = {probe.path for probe in trials.twin.probes}
     unrun = [path for path in foreign_modules(trials.twin.model) if run.isdisjoint(and_above(path))]
     units = trials.plan([], trials.base.vocabulary, trials.base.leftovers).units if unrun else ()
@@ -182,7 +182,7 @@ def _search(model: PreTrainedModel, base: Selection, world_size: int, parts: tup
 def may_merge(model: PreTrainedModel) -> bool:
     """Return whether a pipeline stage may send only its last block's output to other stages, not every block's.
 
-    A twin in two stages, with and without such sending, decides.
+    A twin in two stages must have the same outputs as the whole twin. If it has not, each block's output is sent.
     """
     try:
         return remembered(lambda: _are_merged(model), model, "stages")

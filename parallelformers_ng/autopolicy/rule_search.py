@@ -27,7 +27,7 @@ class RuleSearch:
         self.trials = trials
         self.model = trials.twin.model
         self.tried: list[str] = []  # failed attempts with reasons, as text
-        self.chosen = list(chosen)  # rules that passed, after `result`
+        self.chosen = list(chosen)  # after `result`: the rules with which the outputs match
         self.vocabulary = vocabulary  # whether the vocabulary is sharded
 
     def result(self) -> Selection:
@@ -44,7 +44,7 @@ class RuleSearch:
         proposals = [p for p in propose(self.model, layers, live) if not _is_covered(p, self.model, covered)]
         alone = self.single_layers(proposals, covered | vocabulary_layers)
         chosen = self.chosen or [*_first_variants(proposals), *alone]
-        if self.chosen and self.trials.has_unused_shard(chosen, self.vocabulary):  # more ranks may have empty shards
+        if self.chosen and self.trials.has_unused_shard(chosen, self.vocabulary):  # more ranks may get no columns
             chosen = [choice for choice in chosen if not self.trials.has_unused_shard([choice], self.vocabulary)]
         if not self.match(chosen):
             self.vocabulary = self.vocabulary_holds()
@@ -83,8 +83,6 @@ class RuleSearch:
                 choices[place] = experts_at(place) if has_experts_interface(layer) else gathered_layer(place)
         return list(choices.values())
 
-    # -- search --------------------------------------------------------------------------------------------------
-
     def match(self, choices: Sequence[Proposal]) -> bool:
         return self.trials.match(choices, self.vocabulary)
 
@@ -100,7 +98,10 @@ class RuleSearch:
         return False
 
     def choose(self, proposals: Sequence[Proposal]) -> list[Proposal]:
-        """Return the proposals that pass alone and also together, each with its first variant that passes."""
+        """Return the proposals with which the twin's outputs match, alone and together.
+
+        Each proposal has the first of its variants with which the outputs match.
+        """
         chosen: list[Proposal] = []
         singles: list[Proposal] = []
         for proposal in proposals:

@@ -55,7 +55,7 @@ class SampleInputs:
 
     def arguments(self, wanted: set[str], image: str, mask: bool, rows: int = BATCH) -> dict[str, Any]:
         inputs: dict[str, Any] = {}
-        if "pixel_values" in wanted and "spatial_shapes" in self.names:  # images of any shape as patches, with a mask
+        if "pixel_values" in wanted and "spatial_shapes" in self.names:  # the model takes patches with a mask
             wanted = wanted | {"pixel_attention_mask", "spatial_shapes"}
         wanted = wanted | {"noise", "noise_sequence"}  # without these arguments, a forward would draw random numbers
         for name in sorted(wanted & self.names):
@@ -68,8 +68,6 @@ class SampleInputs:
         if "decoder_input_ids" in self.names and encoded:
             inputs["decoder_input_ids"] = self.ids(rows, DECODER_LENGTH)
         return inputs
-
-    # -- single arguments ----------------------------------------------------------------------------------------
 
     def value(self, name: str, image: str, rows: int) -> Any:
         """Return a value for one argument; None if the name is unknown. Ids and integer masks are int64."""
@@ -142,12 +140,12 @@ class SampleInputs:
         return torch.cat([corners[0], corners[0] + corners[1]], dim=-1)
 
     def image_size(self) -> tuple[int, int]:
-        """Return the height and the width of images in pixels; 64 without a setting."""
+        """Return the height and the width of images in pixels; 64 if the configuration does not say."""
         size = self.find("image_size", "img_size", "input_size", default=64)
         if isinstance(size, dict):
             size = (size.get("height", 64), size.get("width", 64))
         sides = [*size] if isinstance(size, (list, tuple)) else [size]
-        height, width = (sides * 2)[-2:]  # one number is both
+        height, width = (sides * 2)[-2:]  # a single number is both height and width
         return int(height), int(width)
 
     def pixels(self, image: str, rows: int) -> torch.Tensor:
@@ -170,7 +168,7 @@ class SampleInputs:
         return torch.cat([places, self.randn(rows, _SIDE**2, self.patch_width(3))], dim=-1)
 
     def patch_side(self) -> int:
-        """Return the width of a patch in pixels; 16 without a setting."""
+        """Return the width of a patch in pixels; 16 if the configuration does not say."""
         patch = self.find("patch_size", default=16)
         return int(patch) if isinstance(patch, int) else int(patch[-1])
 
@@ -201,7 +199,7 @@ class SampleInputs:
         return self.randn(rows, self.number("max_length", default=_FRAMES) if name == "input_values" else _FRAMES, bins)
 
     def states(self, rows: int) -> torch.Tensor:
-        """Return random hidden states `[rows, 7, width]` in `dtype`; flat patches for a model with `grid_thw`."""
+        """Return random hidden states `[rows, 7, width]`, or flattened patches if the forward takes `grid_thw`."""
         if "grid_thw" in self.names:
             return self.pixels("flat", rows)
         return self.randn(rows, LENGTH, self.number(*_WIDTHS, default=32))

@@ -55,7 +55,7 @@ class Shrinking:
     keep_vocabulary: bool = False  # keep vocabulary sizes, for models that compute ids from other ids
     keep_images: bool = False  # keep image sizes, for models that also state the number of patches elsewhere
     heads: int = 0  # most times that all head counts are halved, for models with too many heads for a small copy
-    filters: bool = False  # shrink the first width of a convolutional codec, which doubles from stage to stage, too
+    filters: bool = False  # also shrink the first width of a convolutional codec; later stages double it
     layers: int = 2  # least number of layers to keep
     shapes: Shapes = UNSEEN  # meaning of the configuration's numbers, read from the model
 
@@ -95,7 +95,7 @@ def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreT
             elif _WINDOW.match(name) and isinstance(value, int) and value > most:
                 put(part, name, 4)
             elif type(value) is int and value in shapes.tables and not is_id(name) and not _counts_tokens(name):
-                put(part, name, LONG)  # rows of a long table, for example of positions
+                put(part, name, LONG)  # the setting counts the rows of a long table, for example of positions
         for name in ("rope_parameters", "rope_scaling"):
             if factor < 1 and isinstance(rope := vars(part).get(name), dict):
                 put(part, name, _scale_sections(part, rope))

@@ -9,7 +9,7 @@ from parallelformers_ng.autopolicy.settings import limit, mapped, number, own_se
 
 _LAYERS = ("layers", "layer", "depth", "blocks")  # last parts of the names of settings that count layers
 _SHARED = "num_kv_shared_layers"  # setting that counts the last layers that use keys and values of earlier layers
-# Setting that counts different layers, if the main setting counts a layer once for each time it runs.
+# Setting that counts the distinct layers, if the main setting counts how often layers run.
 _ONCE = "num_layers_per_stack"
 _PERIODS = ("full_attention_interval", "attn_layer_period", "sliding_window_pattern", "global_attn_every_n_layers")
 _KINDS = 6  # most kinds of layers in a list; a list with more different items does not list kinds of layers
@@ -55,7 +55,7 @@ def _shrink_count(config: Any, name: str, count: int, fewest: int, shapes: Shape
 
 
 def _sections(config: Any, main: str) -> list[str]:
-    """Return the settings that count the layers of sections, the longest section last.
+    """Return the names of settings each of which counts the layers of one section, the longest section last.
 
     Empty for fewer than two such settings, or if the sum of their values is not the number of all layers.
     """
@@ -85,7 +85,7 @@ def _longest_period(config: Any, count: int) -> int:
     periods = [number(config, name) for name in _PERIODS]
     lists = [items for _, items in own_settings(config) if isinstance(items, (list, tuple))]
     lengths = [len(items) for items in lists if items and all(isinstance(item, str) for item in items)]
-    return max(*periods, *(length for length in lengths if length < count))  # a shorter list repeats
+    return max(*periods, *(length for length in lengths if length < count))  # a list shorter than `count` repeats
 
 
 def _output_lists(config: Any) -> list[str]:

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from parallelformers_ng.autopolicy.settings import is_id, mapped, own_settings, parts_of, put
 
-_WIDTH = 16  # least number that the first step takes for a width
+_WIDTH = 16  # smallest number that the first step takes for a width, and halves
 # Largest share of the parameters that may remain after a step; a smaller gain is not worth changed proportions.
 _GAIN = 0.98
 # Parts of the names of settings that are not halved.

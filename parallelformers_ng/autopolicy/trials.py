@@ -44,8 +44,7 @@ class Trials:
 
     def __init__(self, twin: Twin, base: Selection, world_size: int, parts: Sequence[float] = ()) -> None:
         self.twin, self.base, self.world_size, self.parts = twin, base, world_size, parts
-        # reason why the latest trial failed, as text; "" after `match` has returned True. The text has no meaning after
-        # `same_tokens` has returned True.
+        # why the latest trial failed; "" after `match` has returned True, and undefined after `same_tokens` has
         self.failure = ""
         self._count = 0
 
@@ -94,7 +93,7 @@ class Trials:
         try:
             with OwnDraws(0) as draws:
                 outputs = _generate(sharing_copy(self.twin.model), inputs)
-            if draws.has_drawn:  # ranks that are threads share a generator
+            if draws.has_drawn:  # the ranks are threads, which would share one generator
                 with OwnDraws(1):
                     again = _generate(sharing_copy(self.twin.model), inputs)
                 if not equal(again, outputs, self.twin.tolerance):
@@ -140,9 +139,9 @@ def on_each_rank(model: nn.Module, plan: ShardPlan, body: Callable[[Any], T]) ->
 
 
 def comparable_probes(twin: Twin, plan: ShardPlan) -> list[TwinProbe]:
-    """Return the probes whose sharded and whole outputs must match.
+    """Return the tests of a twin in which the sharded and the whole module must have the same outputs.
 
-    A probe of a single column-parallel or row-parallel layer is left out, because its output is only one rank's part.
+    A test of one column-parallel or row-parallel layer is left out, because its output is only one rank's part.
     """
     parts_only = {layer.path for layer in plan.layers if layer.takes_part != layer.gives_part}
     return [probe for probe in twin.probes if probe.path not in twin.single_layers or probe.path not in parts_only]
@@ -158,11 +157,11 @@ def unproven_rules(plan: ShardPlan, twin: Twin) -> list[str]:
 def _generate(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
     arguments = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     output = model.generate(**arguments, **length_options(model, _TOKENS), do_sample=False, num_beams=1)
-    return [gathered(tensor) for tensor in tensors(output)]  # all ranks must gather at the same time
+    return [gathered(tensor) for tensor in tensors(output)]  # gathering needs all ranks, so it is done here
 
 
 def _unused_shard(plan: ShardPlan, twin: Twin, choices: Sequence[Proposal]) -> str:
-    """Return a text about the first shard of an inferred rule on which no output depends; "" without such a shard.
+    """Describe the first shard of an inferred rule on which no output of the twin depends; "" if there is none.
 
     All blocks of a class compute the same function. So outputs need to depend on the shard in one block only; in other
     blocks a router may leave out experts.

@@ -34,7 +34,7 @@ class Twin:
 
     # the unsharded model with random parameters, in float64 if its code allows float64, otherwise in float32
     model: PreTrainedModel
-    probes: list[TwinProbe]  # tests: modules to run sharded, and outputs that they must return
+    probes: list[TwinProbe]  # tests: inputs, and the outputs that sharded modules must return
     # name of a module → position of the end of its first call; a module comes after its submodules
     calls: dict[str, int]
     # name of a parameter that influences outputs → absolute gradient of the outputs, with the parameter's shape
@@ -45,7 +45,7 @@ class Twin:
 
     @property
     def runs_whole(self) -> bool:
-        """Whether the first probe is a probe of the whole model."""
+        """Whether the first test (probe) runs the whole model, not only a part."""
         return bool(self.probes) and not self.probes[0].path
 
     @property

@@ -26,10 +26,10 @@ _SECONDS = 4.0  # after 4 s of processor time, each module is tried only on the 
 
 
 def observe(model: PreTrainedModel, seed: int) -> Twin:
-    """Return a twin with probes, in float64, for small rounding errors, if the whole model runs in float64.
+    """Return a twin with tests (probes) of the model and its parts.
 
-    The twin is also in float64 if probes reach more parameters in float64 than in float32, or if probes in float64 took
-    over 4 s of processor time. In all other cases the twin is in float32.
+    The twin is in float64, for small rounding errors, if the whole model runs in float64. It is also in float64 if
+    tests reach more parameters than in float32, or if they took over 4 s of processor time. Otherwise it is in float32.
 
     `model` becomes float64 in place, and all its floating-point parameters require gradients. A twin in float32 has a
     copy of `model`.
@@ -43,7 +43,7 @@ def observe(model: PreTrainedModel, seed: int) -> Twin:
 
 
 def observe_single_layers(twin: Twin, seed: int) -> Twin:
-    """Add a probe of each single layer that the twin's other probes do not reach; return the twin."""
+    """Add a test (probe) of each layer that no other test of the twin reaches; return the twin."""
     observer = _Observer(twin.model, seed, twin)
     reached = {name.rpartition(".")[0] for name in twin.gradients}
     for path, inputs in single_layers(observer.copy, reached, seed):
@@ -64,7 +64,7 @@ class _Observer:
             parameter.requires_grad_(parameter.is_floating_point())  # gradients show which parameters influence outputs
 
     def probe_parts(self) -> Twin:
-        """Make a probe of the model, and probes of the parts that this probe does not reach."""
+        """Make a test (probe) of the model, and tests of the parts that this test does not reach."""
         refusals = [self._probe(self.copy, "")]
         for path, part in self.copy.named_modules():
             if path and isinstance(part, PreTrainedModel) and not self._reached(part, path):
@@ -78,7 +78,7 @@ class _Observer:
         return not large or sum(f"{path}.{name}" in self.twin.gradients for name in large) >= 0.7 * len(large)
 
     def _probe(self, part: nn.Module, path: str) -> str:
-        """Add a probe of one part with the first inputs that run. Return "", or the reason why no inputs run."""
+        """Add a test of one part, with the first inputs that run. Return "", or the reason why no inputs run."""
         refusal = ""
         tried: list[dict[str, Any]] = []
         for inputs in candidate_inputs(part, self.seed):
@@ -95,7 +95,7 @@ class _Observer:
         return refusal or "its forward takes none of the known inputs"
 
     def run(self, part: nn.Module, path: str, inputs: dict[str, Any]) -> str:
-        """Run one part on the inputs, and add a probe of the part. Return "", or the reason why no probe was added."""
+        """Run one part on the inputs, and add a test of the part. Return "", or the reason why no test was added."""
         try:
             with OwnDraws(0), traced_calls(part) as traced:
                 outputs = run(part, inputs)
@@ -108,7 +108,7 @@ class _Observer:
             return "its outputs are not numbers"
         if not equal(again, [o.detach() for o in outputs], self.twin.tolerance / 10):
             return DRAWS
-        with contextlib.suppress(RuntimeError, AssertionError):  # the part has no gradient
+        with contextlib.suppress(RuntimeError, AssertionError):  # a part without gradients raises
             _differentiate(part, path, floats, self.twin.gradients)
         calls = self.twin.calls
         start = len(calls)

@@ -272,6 +272,8 @@ def replaced(place: str, name: str, original: Callable) -> Callable:
             return original(self, *args, **kwargs)
         return run(self, name, original, args, kwargs)
 
+    code = f"A parallelized model runs `{run.__name__}` of parallelformers_ng/model/remote_module.py instead."
+    method.__doc__ = f"{inspect.cleandoc(original.__doc__ or '')}\n\n{code}".strip()
     return method
 
 

@@ -19,7 +19,7 @@ class ActiveAdapters:
     # Each different setting of a layer once: (names of the active adapters, whether adapters are disabled, (adapter
     # name, scaling) pairs).
     settings: tuple[tuple[tuple[str, ...], bool, tuple[tuple[str, float], ...]], ...]
-    which: tuple[int, ...]  # for each layer with adapters, in the model's order: index of the layer's setting
+    which: tuple[int, ...]  # index in `settings` for each layer with adapters, in the model's order
 
     @classmethod
     def of(cls, layers: Sequence[Any]) -> ActiveAdapters:

@@ -146,7 +146,7 @@ class _Place:
     adapters: dict[str, Any]
 
     def moved(self, name: str) -> list[str]:
-        """Return, for a tensor of the model without adapters, its name with adapters, then its name in each copy."""
+        """Return the names, in the model with adapters, of a tensor: in the layer itself, then in each trained copy."""
         return [layer + name.removeprefix(self.path) for layer in self.layers]
 
     @property
@@ -205,12 +205,9 @@ def _cut(
 
 
 def _moved_layer(layer: LayerPlan, place: _Place | None, moved: Any) -> list[LayerPlan]:
-    """Return the `LayerPlan`s, in the model with adapters, for one `LayerPlan` of the model without adapters.
-
-    A layer with adapters keeps one `LayerPlan`, on peft's layer: ranks exchange the sum of layer and adapter outputs.
-    """
     if place is None or not place.adapters or layer.cls is StoredInParts:
         return [replace(layer, path=path) for path in moved(layer.path)]
+    # peft's layer becomes the parallel layer, so that ranks exchange the sum of the layer's and the adapters' outputs.
     inner = place.layers[0].removeprefix(f"{place.path}.")
     attributes = tuple(own | {f"{inner}.{name}": value for name, value in own.items()} for own in layer.attributes)
     return [replace(layer, attributes=attributes)]

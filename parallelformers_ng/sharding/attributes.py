@@ -143,9 +143,9 @@ def owners_of_configurations(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def parts_of(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield (prefix, configuration) for a configuration and its sub-configurations.
+    """Yield (prefix of the dotted names of attributes, configuration) for a configuration and its sub-configurations.
 
-    `prefix` begins the dotted names of the attributes; for `text_config` of `prefix` it is `{prefix}text_config.`.
+    With the prefix "config.", the sub-configuration `text_config` has the prefix "config.text_config.".
     """
     if config is not None:
         yield prefix, config
@@ -155,8 +155,10 @@ def parts_of(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def configurations(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (prefix of dotted names, configuration) of a rank's model; copies of `set_attribute` have the original's
-    prefix."""
+    """Yield (prefix of the dotted names of attributes, configuration) for all configurations of a rank's model.
+
+    A copy that `set_attribute` made has the prefix of the original.
+    """
     prefixes: dict[int, str] = {}
     for path, name in owners_of_configurations(model):
         config = getattr(model.get_submodule(path), name)

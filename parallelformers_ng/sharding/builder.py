@@ -78,9 +78,9 @@ def build_plan(
 
 
 def _spread_tensors(plan: ShardPlan, parts: Sequence[float]) -> tuple[list[TensorPlan], list[TensorPlan]]:
-    """Split the sharded tensors into evenly spread tensors, which follow `parts`, and all others.
+    """Return the sharded tensors whose bytes on each rank follow `parts`, and all other sharded tensors.
 
-    A tensor that is cut by whole heads is often not evenly spread.
+    A tensor that is cut by whole heads often does not follow `parts`.
     """
     spread: tuple[list[TensorPlan], list[TensorPlan]] = [], []
     for tensor in plan.stored():
@@ -103,14 +103,12 @@ def misfit(model: nn.Module, policy: type[Policy], world_size: int, customs: Seq
 
 
 class _Builder:
-    """Builder that applies policies to the draft of one model."""
-
     def __init__(self, draft: Draft, customs: Sequence[type[Policy]] = (), lenient: bool = False) -> None:
         self.customs = customs
         self.lenient = lenient
         # module path → why the layers in the module stay whole although a policy has rules for them
         self.uncut: dict[str, str] = {}
-        # path of a module in which ranks compute parts of a result → paths of modules in it that other units cut
+        # path of the smallest module around a unit of rules → paths of modules in it that belong to other units
         self.units: dict[str, tuple[str, ...]] = {}
         self.whole_attentions: dict[type[Policy], str] = {}  # policy → why all attentions of the policy stay whole
         self.draft = draft
@@ -178,8 +176,6 @@ class _Builder:
     def _apply_unit(
         self, policy: type[Policy], unit: CutUnit, block: str, heads: dict[str, list[HeadShare]]
     ) -> set[str]:
-        """Apply a unit's rules to one block, or leave the unit whole if its code is foreign; return the rules' paths
-        that match a layer."""
         targets = {path: self._targets(dotted(block, path)) for path in unit.paths}
         if policy not in self.customs:
             reason = self.whole_attentions.get(policy, "") if unit.is_attention else ""

@@ -22,8 +22,8 @@ class Draft:
     model: nn.Module  # the model, on any device
     world_size: int  # number of ranks
     parts: Sequence[float] = ()  # each rank's fraction of the model, sum 1; empty for equal fractions
-    shares: Sequence[float] = ()  # each rank's fraction of widths that are not counted in heads, as in `spread`
-    row_shares: Sequence[float] = ()  # each rank's fraction of the rows of a vocabulary, as in `spread`
+    shares: Sequence[float] = ()  # each rank's fraction of columns that are not heads; empty for equal fractions
+    row_shares: Sequence[float] = ()  # each rank's fraction of a vocabulary's rows; empty for equal fractions
     group: int = 1  # number of adjacent columns that must stay on one rank, because they share a quantization scale
     # dotted path of a module that runs foreign code → description of the code; empty if foreign code may be cut
     foreign: Mapping[str, str] = field(default_factory=dict)
@@ -39,8 +39,6 @@ class Draft:
 
     def __post_init__(self) -> None:
         self.modules = dict(self.model.named_modules())  # dotted path → module
-
-    # -- records of cuts and parallel layers ---------------------------------------------------------------------
 
     def cut(self, name: str, dim: int, ranges: Sequence[tuple[Range, ...]], zero: Sequence[bool] = ()) -> None:
         """Record each rank's ranges of a tensor along `dim`; a rank with `zero` holds zeros instead of the values."""
@@ -67,8 +65,6 @@ class Draft:
         """
         local = tuple({**mine, **shared} for mine in attributes or [{}] * self.world_size)
         self.layers[path, cls, *local[0]] = LayerPlan(path, cls, local)
-
-    # -- ranges and counts ---------------------------------------------------------------------------------------
 
     def ranges(
         self,

@@ -81,9 +81,9 @@ class Experts(Rule):
         width = down.shape[in_dim]
         if up.shape[out_dim] != width * (2 if fused else 1):
             raise PolicyError(f"{up_name} {list(up.shape)} does not fit down_proj {list(down.shape)}")
-        # Grouped matrix products refuse empty operands, so a rank without columns holds a few columns of zeros.
         granule = math.lcm(draft.group, 8) if has_groups(width, draft.world_size, draft.group) else 8
         bounds = spread_aligned(width, draft.world_size, granule, draft.shares)
+        # Grouped matrix products refuse empty operands, so a rank without columns gets columns of zeros.
         idle = [start == stop for start, stop in bounds]
         bounds = [bounds[0] if off else own for own, off in zip(bounds, idle, strict=True)]
         down_ranges: list[tuple[Range, ...]] = [(own,) for own in bounds]

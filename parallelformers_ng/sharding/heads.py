@@ -246,8 +246,5 @@ def replaced(output: Any, keys: Sequence[OutputKey], change: Callable[[torch.Ten
 
 
 def _set_on_ranks(counted_by: str, scaled: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of attributes whose values differ between ranks.
-
-    The count itself is one of them, unless it is in the configuration and the policy does not list it as scaled.
-    """
+    """Return the attributes to set on each rank: `scaled`, and the count `counted_by` unless a configuration has it."""
     return scaled if not counted_by or counted_by.startswith("config.") else (counted_by, *scaled)

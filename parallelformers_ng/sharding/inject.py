@@ -33,7 +33,7 @@ def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communica
 
 
 def settle(model: nn.Module, plan: ShardPlan) -> None:
-    """Set the data types that modules and configurations name as attributes to those of the plan's cast."""
+    """Set attributes that hold a data type, such as `config.dtype`, to the data type after the plan's cast."""
     for name, value in plan.settings.items():
         owner, _, last = name.rpartition(".")
         setattr(attrgetter(owner)(model) if owner else model, last, value)

@@ -78,7 +78,6 @@ def _parts(model: nn.Module) -> list[str]:
 
 
 def _layers(model: nn.Module, stage_of: dict[str, int], width: int, stages: int, merged: bool) -> list[LayerPlan]:
-    """Return the `LayerPlan`s that turn modules into `Placed` modules, and parents of their lists into `Stack`s."""
     layers = []
     lists: dict[str, list[str]] = {}
     order = list(stage_of)

@@ -174,7 +174,7 @@ def _lengthen(cache: Any, index: int, states: torch.Tensor) -> None:
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     layer: Any = cache.layers[index] if index < len(cache.layers) else None
-    if hasattr(layer, "has_previous_state"):  # a layer of convolution or linear attention
+    if hasattr(layer, "has_previous_state"):  # only convolutions and linear attention have this
         had_state = layer.has_previous_state
         layer.has_previous_state = dict.fromkeys(had_state, True) if isinstance(had_state, dict) else True
     if layer is None or hasattr(layer, "get_seq_length"):

@@ -38,7 +38,8 @@ class ShardPlan:
         quantized: name of a quantized tensor → its encoding.
         uncut: module path → why layers in the module stay whole although a policy has rules for them.
         selection: the policies; None on the ranks.
-        units: path of a module in which ranks compute parts of a result → paths of modules in it that other units cut.
+        units: path of a module in which each rank computes a part of a result → paths of modules in it whose parts
+            belong to another result.
         misfits: name of a tensor that should be quantized → why it stays in high precision.
         strategy: how the ranks share the work, as in `FitOptions`.
         stages: number of stages, each a run of consecutive layers. All stages have equally many ranks, with

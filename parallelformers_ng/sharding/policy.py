@@ -11,6 +11,7 @@ beneath the block. The terms come from Megatron-LM (Shoeybi et al. 2019, arXiv:1
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -50,10 +51,10 @@ class Policy:
     Attributes:
         block: class name of the block, or a tuple of class names with one layout. If several model families use a
             class name, write the package before it: "ctrl.EncoderLayer".
-        plan: path beneath the block → rule. "" is the block itself, and a `*` stands for any one name. A path must
-            exist in at least one block of the model; blocks without the path are allowed.
+        plan: path beneath the block → rule. "" is the block itself, a `*` stands for any one name, and "{q,k,v}_proj"
+            for three names. A path must exist in at least one block of the model; blocks without the path are allowed.
         optional: paths that a configuration may leave out, each with all paths beneath, such as cross-attention.
-        inferred: whether the policy was found on a twin, from which the model may differ in places.
+        inferred: whether the library inferred the policy on a tiny copy of the model, which may differ from the model.
         requires: attribute path beneath the block → required value, for settings that change the forward's computation.
             The policy does not fit a model with another value.
     """
@@ -64,10 +65,23 @@ class Policy:
     requires: ClassVar[dict[str, object]] = {}
     inferred: ClassVar[bool] = False
 
+    def __init_subclass__(cls) -> None:
+        if isinstance(cls.plan, dict):  # `check_policy` refuses other values with an explanation
+            cls.plan = {name: rule for path, rule in cls.plan.items() for name in _names(path)}
+
     @classmethod
     def blocks(cls) -> tuple[str, ...]:
         """Return the class names in `block`, also a single name as a tuple."""
         return (cls.block,) if isinstance(cls.block, str) else tuple(cls.block)
+
+
+def _names(path: str) -> list[str]:
+    """Expand braces as a shell does: "{k,v}_proj" → "k_proj", "v_proj"."""
+    match = re.fullmatch(r"([^{]*)\{([^}]*)\}(.*)", str(path))
+    if match is None:
+        return [path]
+    before, names, after = match.groups()
+    return [before + name + end for name in names.split(",") for end in _names(after)]
 
 
 CustomPolicies = type[Policy] | Sequence[type[Policy]] | None  # policies of the caller: one, several or none

@@ -97,9 +97,10 @@ def is_stored_quantized(parameter: nn.Parameter) -> bool:
 
 
 def _stored(model: nn.Module) -> dict[int, Encoding | None]:
-    """Return id of a parameter → its encoding in the checkpoint, for parameters that the checkpoint has quantized.
+    """Return `id(parameter)` → encoding for the parameters that the checkpoint stores quantized.
 
-    None means that the parameter is made from several stored tensors and cannot keep their scales."""
+    The encoding is None if the parameter is made from several stored tensors and cannot keep their scales.
+    """
     stored: list[Any] = [tensor for tensor in model.parameters() if is_stored_quantized(tensor)]
     return {id(tensor): tensor.encoding for tensor in stored}
 

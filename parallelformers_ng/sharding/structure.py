@@ -25,7 +25,7 @@ class Place:
     # class name of the innermost repeated block or `PreTrainedModel` that contains the module; without either, the
     # class name of the model
     block: str
-    path: str  # dotted path beneath that block; "" for the block itself
+    path: str  # dotted path beneath the block; "" for the block itself
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class CutUnit:
 
     paths: tuple[str, ...]  # paths of the rules beneath the block, in the policy's order
     root: str  # path, beneath the block, of the smallest module that contains all layers of the rules
-    others: tuple[str, ...] = ()  # `root` of each other unit of the policy that has another root, except ""
+    others: tuple[str, ...] = ()  # paths of modules whose rules belong to other units
     is_attention: bool = False  # whether the unit's layers are cut by whole heads
 
     def not_stock(self, draft: Draft, block: str, layers: Iterable[str]) -> str:

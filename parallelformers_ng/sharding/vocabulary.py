@@ -41,7 +41,7 @@ class VocabularyParallelEmbedding(ParallelLayer):
         if rows == 0:
             vectors = self.weight.new_zeros(*input.shape, self.weight.shape[1])
         elif high < start or low >= start + rows:
-            vectors = self._look_up(torch.zeros_like(input)).zero_()  # cheaper than reading the dtype of `weight`
+            vectors = self._look_up(torch.zeros_like(input)).zero_()  # a read of `weight` may dequantize it
         elif low >= start and high < start + rows:
             vectors = self._look_up(input - start)
         else:
@@ -54,8 +54,10 @@ class VocabularyParallelEmbedding(ParallelLayer):
         return super().forward(rows)
 
     def _in_range(self, ids: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-        """Return ids, and bounds for their values. Ids outside the vocabulary would give zeros on every rank: they are
-        an error on CPU and in compiled code, and are clamped and recorded on other devices."""
+        """Return the ids, and a lower and an upper bound of their values.
+
+        An id outside the vocabulary is an error on CPU and in compiled code; other devices clamp and record such ids.
+        """
         size = sum(self.gathered_sizes)
         if is_compiling():
             torch._assert_async(((ids >= 0) & (ids < size)).all())

@@ -41,6 +41,15 @@ def test_a_plan_is_moved_by_whole_names() -> None:
     assert moved(plan, "attn", "") == here
 
 
+def test_braces_in_a_path_stand_for_several_paths() -> None:
+    class Braced(Policy):
+        plan = {"attn.{q,k}_proj": Column(), "mlp.{a,b}.{c,d}": Row(), "attn.k_proj": Column("key")}
+
+    column, row = Column(), Row()
+    expected = {"attn.q_proj": column, "attn.k_proj": Column("key"), **dict.fromkeys(("mlp.a.c", "mlp.a.d"), row)}
+    assert Braced.plan == {**expected, "mlp.b.c": row, "mlp.b.d": row}
+
+
 def test_spread() -> None:
     assert [stop - start for start, stop in spread(12, 5)] == [3, 3, 2, 2, 2]
     assert spread(2, 3) == [(0, 1), (1, 2), (2, 2)]

@@ -68,13 +68,16 @@ def test_every_rank_generates_the_same_tokens(case: Case, world_size: int) -> No
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_everything_large_is_cut(case: Case) -> None:
-    """Position embeddings and narrow layers are exceptions, because they are unusually large in such small models."""
+    """Position embeddings and narrow layers are exceptions, because they are unusually large in such small models.
+
+    A layer outside of blocks, such as a pooler, stays whole if that costs a rank at most 2 % of its memory.
+    """
     model = case.make()
     plan = build_plan(model, 2, select(model))
     tables = ("position", "wpe", "rel_embeddings", *NARROW)
     tensors = [t for t in plan.stored() if t.name in plan.cuttable and not any(word in t.name for word in tables)]
     cut_bytes = sum(tensor.bytes_whole for tensor in tensors if not tensor.is_replicated)
-    assert cut_bytes >= 0.95 * sum(tensor.bytes_whole for tensor in tensors), plan.replicated
+    assert cut_bytes >= 0.93 * sum(tensor.bytes_whole for tensor in tensors), plan.replicated
 
 
 def test_setting_that_a_policy_cannot_handle_is_refused() -> None:
