@@ -68,7 +68,7 @@ class Dispatcher:
         self.adapters = Adapters.of(model)
         self.edits = Edits(model, deployment.code)
         self.stream = RandomStream(seed)
-        self.modes = Modes(model, deployment.code)
+        self.modes = Modes(deployment.code)
 
     def dispatch(
         self, replica: Replica, path: str, method: str, args: Any, kwargs: dict[str, Any], options: CallOptions
