@@ -6,9 +6,7 @@ Public names load on first use. So a worker, which imports this package too, wat
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,24 +50,11 @@ _HOMES = {
 }
 
 
-def _find_policies() -> None:
-    """Import the policies from the folder `policies/` beside this package, if this package is in a git clone.
-
-    Python that is started in a clone imports this package from the clone, even if another copy is installed.
-    """
-    package = os.path.dirname(os.path.abspath(__file__))
-    policies = os.path.join(os.path.dirname(package), "policies")
-    name, init_file = f"{__name__}.policies", os.path.join(policies, "__init__.py")
-    if os.path.isdir(os.path.join(package, "policies")) or not os.path.isfile(init_file):
-        return
-    spec = importlib.util.spec_from_file_location(name, init_file, submodule_search_locations=[policies])
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[name] = globals()["policies"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-
-
-_find_policies()
+_folder = os.path.dirname(os.path.abspath(__file__))
+if not os.path.isdir(os.path.join(_folder, "policies")):
+    # In a git clone the folder `policies/` is beside this package. Python then finds the clone's own policies, even if
+    # another copy of this package is installed.
+    __path__.append(os.path.dirname(_folder))
 
 
 def __getattr__(name: str) -> Any:

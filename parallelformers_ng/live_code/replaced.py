@@ -44,14 +44,12 @@ def replaced_modules(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict
 
     Layers and element-wise activations are ignored. In blocks, layer norms and chains with layers are not.
     """
-    package_of_class = {cls: package_of(cls) for cls in set(map(type, modules.values()))}
     replaced = {
         path: module
         for path, module in modules.items()
-        if package_of_class[type(module)] == "torch" and not isinstance(module, _HARMLESS)
+        if package_of(type(module)) == "torch" and not isinstance(module, _HARMLESS)
     }
-    of_transformers = {path: each for path, each in modules.items() if package_of_class[type(each)] == "transformers"}
-    replaced |= _unexpected(of_transformers)
+    replaced |= _unexpected(modules)
     if not replaced or not isinstance(model, PreTrainedModel):
         return {}
     class_of, built = parametrize.type_before_parametrizations, built_modules(model)
@@ -99,7 +97,7 @@ def _unexpected(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     return {
         f"{path}.{name}": child
         for path, module in modules.items()
-        if re.search(r"\.\d+(\.|$)", path)
+        if package_of(type(module)) == "transformers" and re.search(r"\.\d+(\.|$)", path)
         for name, child in module.named_children()
         if type(child) in _OVER_COLUMNS
         and not _is_named_by(type(module), type(child).__name__)

@@ -174,7 +174,7 @@ class Calls(Dispatcher):
         if steps.by_default:
             replica.steps = None
             group, _, end = replica.ready()
-            group.call("forget_steps", deadline=end)
+            group.call("rank_state.forget_steps", deadline=end)
         return steps.by_default
 
     def _generate_here(

@@ -256,7 +256,7 @@ class ModelRunner(RankWeights):
             with look_ups.checked_look_ups(at_end), known_masks(models), deferring(not watched):
                 yield
         except torch.OutOfMemoryError:
-            self.forget_steps()  # the next request may need the memory of the CUDA graphs
+            self.rank_state.forget_steps()  # the next request may need the memory of the CUDA graphs
             raise
 
     @contextlib.contextmanager
@@ -281,9 +281,6 @@ class ModelRunner(RankWeights):
             self.rank_state.trial = KernelTrial(self.kernels, steps.recorder, self.communicator)
         steps.trial = self.rank_state.trial
         return steps
-
-    def forget_steps(self) -> None:
-        self.rank_state.forget_steps()
 
     def _prepare(self, call: Call) -> None:
         if call.freed_caches:
