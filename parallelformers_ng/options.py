@@ -191,7 +191,7 @@ class FitOptions:
             )
         if self.cache is not None and self.has_stages:
             raise ParallelError(f"cache is for strategy='tensor' so far, but fit's strategy is {self.strategy!r}")
-        sizes_in_bytes(self.max_memory or {})  # called only for its error for an invalid size
+        sizes_in_bytes(self.max_memory or {})  # raises an error for an invalid size
 
     @property
     def has_stages(self) -> bool:

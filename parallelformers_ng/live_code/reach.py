@@ -267,7 +267,7 @@ _MAX_PARTS = 10_000
 
 
 def _contents(value: Any) -> Iterable[Any]:
-    """The values inside an object, in which the search looks for further code of the user; none if there are many."""
+    """Return the values directly inside an object; nothing for a container of more than 1,000 items."""
     return (
         () if isinstance(value, (list, tuple, set, frozenset, dict)) and len(value) > _MAX_ITEMS else children_of(value)
     )

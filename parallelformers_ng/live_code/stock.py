@@ -150,7 +150,7 @@ def _without_accelerate(module: nn.Module, forward: Any) -> Any:
     return None if function is type(module).forward else before
 
 
-# Class → what decided the answer of `foreign_class`, and the answer.
+# Cache of `foreign_class`: class → the values on which the answer depends, and the answer.
 _OF_CLASS: weakref.WeakKeyDictionary[type, tuple[Tables, str]] = weakref.WeakKeyDictionary()
 
 

@@ -45,14 +45,14 @@ class Assistants:
     def __init__(self) -> None:
         self._turn = threading.RLock()
         self._latest: _Assistant | None = None
-        # Restart count of the workers, and the assistant that they have.
+        # Restart count of the workers that got an assistant, and that assistant.
         self._sent: tuple[int, _Assistant] | None = None
 
     @contextlib.contextmanager
     def turn(
         self, ready: tuple[WorkerGroup, int, float], assistant: Any, arguments: dict[str, Any], show_progress: bool
     ) -> Iterator[Assistance]:
-        """Wait for other calls with an assistant, send it to the ranks, and yield the argument that replaces it.
+        """Wait for other calls with an assistant, send the assistant to the ranks, and yield its replacement.
 
         Weights are sent only if the ranks do not have this assistant yet, or if it has changed.
         """

@@ -158,7 +158,7 @@ class LiveCode:
         self._watch()
 
     def _refuse_code(self, slots: Mapping[str, Slot], changed: set[str]) -> None:
-        """Raise ParallelError for changed code: in `changed` globals or class attributes, or functions of `slots`."""
+        """Raise ParallelError if the value of a `changed` slot is code, or if a function of `slots` has other code."""
         swapped = {id(f) for watch in (self.step, self.rest) for f in watch.changed_functions()}
         refused = {p for p in changed if any(map(is_code, (slots[p].value, _value_of(slots[p]))))}
         refused |= {p for p, slot in slots.items() if not swapped.isdisjoint(map(id, slot.functions))}

@@ -139,7 +139,7 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 class RemoteModule(nn.Module):
-    """Mixin before a module's own class while its model is parallelized; the original class stays a base class."""
+    """Mixin that comes before the module's own class while the model is parallelized."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return remote_of(self).call("__call__", args, kwargs)  # nn.Module.__call__ would run hooks in this process
