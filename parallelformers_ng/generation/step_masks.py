@@ -57,7 +57,7 @@ class _Loop:
         self._known: dict[str, tuple[torch.Tensor, bool]] = {}
 
     def prepared(self, prepare: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """Wrap `prepare_inputs_for_generation`: in the prompt's pass note masks that hide no token, in steps omit them."""
+        """Wrap `prepare_inputs_for_generation`: note, for the prompt, masks that hide no token; omit them in steps."""
 
         @functools.wraps(prepare)
         def prepare_known(*args: Any, **kwargs: Any) -> dict[str, Any]:

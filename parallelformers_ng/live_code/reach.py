@@ -183,14 +183,15 @@ class _Walk:
             return
         self.scopes.setdefault(module, {})[id(scope)] = scope
         names, of_program = names_in(function.__code__), not is_library(module)
-        # In the program's code, a global may have the name of an attribute: `model`. In a library, this is rare.
+        # An attribute in the program's code, such as `.model`, may have the name of an unrelated global variable.
         own = globals_in(function.__code__) if of_program else names
         read = names | words_in(function.__code__) if of_program else names  # getattr takes names as strings
         for name in (read - names) & scope.keys():  # globals()["NAME"]
             if not callable(scope[name]) and not isinstance(scope[name], types.ModuleType):
                 self._note(f"{module}:{name}", scope, name, scope[name])
         self._name(names)
-        for name in (names - scope.keys()) & sys.modules.keys() if of_program else ():  # imported inside the function
+        # A function may import a module itself.
+        for name in (names - scope.keys()) & sys.modules.keys() if of_program else ():
             self._read_module(sys.modules[name], read, of_program)
         for name in own & scope.keys():
             if name.startswith("__"):
