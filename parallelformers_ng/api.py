@@ -139,7 +139,7 @@ def parallelize(
     check_switches(fp16=fp16, prove=prove, progress=progress)
     if verbose not in (None, "simple", "detail"):
         raise ParallelError(f"verbose is {verbose!r}; it takes 'simple', 'detail' or None")
-    if seed is not None and (type(seed) is not int or not -(1 << 63) <= seed < 1 << 64):  # as in `torch.manual_seed`
+    if seed is not None and (type(seed) is not int or not -(1 << 63) <= seed < 1 << 64):  # torch's range of seeds
         raise ParallelError(f"seed is {seed!r}; it takes an integer of 64 bits, or None")
     options = WorkerOptions() if isinstance(workers, WorkerGroup) else read_options(WorkerOptions, workers, "workers")
     makers: list[functools.partial[WorkerGroup]] = []

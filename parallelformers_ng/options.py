@@ -89,10 +89,9 @@ class WorkerOptions:
             raise ParallelError(f"ray is {self.ray!r}, and launcher is {self.launcher!r}; pass launcher='ray', too")
         for name in ("timeout", "start_timeout", "restart_window"):
             checked_seconds(getattr(self, name), name)
-        if self.replicas < 1:
-            raise ParallelError(f"replicas is {self.replicas}; it takes a number, at least 1")
-        if self.max_restarts < 0:
-            raise ParallelError(f"max_restarts is {self.max_restarts}; it takes a number, at least 0")
+        for name, least in {"replicas": 1, "max_restarts": 0}.items():
+            if getattr(self, name) < least:
+                raise ParallelError(f"{name} is {getattr(self, name)}; it takes a number, at least {least}")
 
 
 @dataclass(frozen=True)
@@ -192,7 +191,7 @@ class FitOptions:
             )
         if self.cache is not None and self.has_stages:
             raise ParallelError(f"cache is for strategy='tensor' so far, but fit's strategy is {self.strategy!r}")
-        sizes_in_bytes(self.max_memory or {})  # called only for its error for an invalid size
+        sizes_in_bytes(self.max_memory or {})  # raises an error for an invalid size
 
     @property
     def has_stages(self) -> bool:
@@ -306,20 +305,9 @@ class QuantizeOptions:
 SCHEMES = {"int8": None, "int4": 32, "fp8": None}
 """Scheme → number of inputs of an output that share a scale; None for all inputs."""
 
-OF_A_MODEL = ("restart", "max_restarts", "restart_window", "replicas", "host_copy")
-"""Worker options that belong to a model and its weights. `start_group` refuses these options."""
-
 
 def read_quantize(quantize: Any) -> QuantizeOptions | None:
-    """Convert the argument `quantize` of `parallelize` to `QuantizeOptions`; None for no quantization.
-
-    Args:
-        quantize: `QuantizeOptions`, a dict of its fields, the name of a scheme, a torchao config, or None.
-
-    Raises:
-        ParallelError: `quantize` has another type, a wrong field or an unknown scheme; or ranks cannot compute with the
-            scheme of the torchao config.
-    """
+    """Convert the argument `quantize` of `parallelize` to `QuantizeOptions`; None means no quantization."""
     if quantize is None:
         return None
     if type(quantize).__module__.partition(".")[0] == "torchao":
@@ -328,10 +316,7 @@ def read_quantize(quantize: Any) -> QuantizeOptions | None:
 
 
 def _of_torchao(config: Any) -> QuantizeOptions:
-    """Convert a torchao config to `QuantizeOptions` with the same scheme.
-
-    The function compares the name of the config's class and its values, so that this library need not import torchao.
-    """
+    # Compare the name of the config's class, so that this library need not import torchao.
     values = {name: str(value) for name, value in vars(config).items()}
     kind, granularity = type(config).__name__, type(getattr(config, "granularity", None)).__name__
     group = getattr(getattr(config, "granularity", None), "group_size", None)

@@ -218,7 +218,7 @@ class Batch:
             level = logging.INFO if self.steps.by_default else logging.WARNING
             log.log(level, "calls that are decoded together run without CUDA graphs: %s", why)
         self.steps = None
-        self.group.submit(Request("forget_steps", [call_of("forget_steps")]))
+        self.group.submit(Request("rank_state.forget_steps", [call_of("rank_state.forget_steps")]))
 
     def end(self, error: BaseException, others: BaseException | None) -> None:
         """End all calls of the batch and wake their callers, because the group has ended or a round failed.

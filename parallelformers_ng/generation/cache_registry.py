@@ -134,7 +134,7 @@ class CacheRegistry:
             )
             handle.info = info
             return self.receive(result, incarnation) if isinstance(result, Handle) else result
-        except BaseException as error:  # also Ctrl-C, after which the ranks' caches may differ
+        except BaseException as error:  # Ctrl-C included, after which the ranks' caches may differ
             reads = method in ("copy", "__getattribute__") or method.startswith("get_")
             handle.inconsistent = not (reads or isinstance(error, _NOTHING_SENT))
             self.free_after_failure(incarnation, [block])

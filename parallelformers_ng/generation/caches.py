@@ -177,7 +177,7 @@ def mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], An
         if all(new is old for new, old in zip(changed, value, strict=True)):
             return value
         return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
-    if isinstance(value, dict):  # also a ModelOutput
+    if isinstance(value, dict):  # a ModelOutput is a dict, too
         changes = {k: new for k, item in value.items() if (new := mapped(item, kind, change, in_place)) is not item}
         if not changes:
             return value

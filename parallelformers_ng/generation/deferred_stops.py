@@ -8,9 +8,10 @@ checks late only on MPS devices; this module enables late checks on CUDA devices
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,11 +19,12 @@ from torch import Tensor
 from transformers.generation import utils
 
 from parallelformers_ng.generation.wrapping import wrap_once
+from parallelformers_ng.runtime.limits import set_within
 from parallelformers_ng.sharding import look_ups
 
 _DEFERRING = torch.device("mps")
 # Whether the current request may run an extra step after its last token. The step's result is thrown away.
-_allowed = False
+_allowed = ContextVar("allowed", default=False)
 
 
 def defer_stops() -> None:
@@ -40,7 +42,8 @@ def defer_stops() -> None:
 def _supported(usual: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(usual)
     def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
-        unseen = _allowed and not cache_is_returned
+        # A generation that returns its cache never runs an extra step, which would lengthen the cache.
+        unseen = _allowed.get() and not cache_is_returned
         return unseen and usual(_DEFERRING, cache, cache_is_returned, is_assistant)
 
     return is_supported
@@ -66,12 +69,5 @@ def _restoring_look_ups(usual: Callable[..., int]) -> Callable[..., int]:
     return finish
 
 
-@contextlib.contextmanager
-def deferring(allowed: bool) -> Iterator[None]:
-    # A generation that returns its cache never runs an extra step, which would lengthen the cache.
-    global _allowed
-    _allowed = allowed
-    try:
-        yield
-    finally:
-        _allowed = False
+def deferring(allowed: bool) -> AbstractContextManager[None]:
+    return set_within(_allowed, allowed)

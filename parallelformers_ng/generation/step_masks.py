@@ -57,7 +57,7 @@ class _Loop:
         self._known: dict[str, tuple[torch.Tensor, bool]] = {}
 
     def prepared(self, prepare: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """Wrap `prepare_inputs_for_generation`: at the prompt note masks that hide no token; later omit them."""
+        """Wrap `prepare_inputs_for_generation`: note, for the prompt, masks that hide no token; omit them in steps."""
 
         @functools.wraps(prepare)
         def prepare_known(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -95,7 +95,10 @@ _loops: list[_Loop] = []
 
 
 def _answered(question: Callable[..., bool]) -> Callable[..., bool]:
-    """Wrap a function that reads a mask to decide whether to omit it: in a decode step, do not read, return False."""
+    """Wrap a function of transformers that reads a mask to find out whether the mask can be omitted.
+
+    In a decode step, the wrapper returns False without reading the mask.
+    """
 
     @functools.wraps(question)
     def answer(padding_mask: torch.Tensor | None, *args: Any) -> bool:

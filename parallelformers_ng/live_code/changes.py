@@ -41,7 +41,7 @@ def classes_of(model: nn.Module) -> set[type]:
 
 
 def digests_of(slots: Mapping[str, Slot]) -> Digests:
-    """Digest the values of slots, by name; only slots of modules that a rank can import."""
+    """Return slot name → digest of the slot's value, for the slots of modules that a rank can import."""
     by_value = {name for name in {module_of(place) for place in slots} if is_by_value(name)}
     return {
         place: digest(slot.value)
@@ -51,7 +51,7 @@ def digests_of(slots: Mapping[str, Slot]) -> Digests:
 
 
 def differences(digests: Digests) -> Digests:
-    """Compare another process's digests with the code of this process, which imports the modules that have the code.
+    """Compare digests from another process with the values of this process, which imports the slots' modules for that.
 
     Returns:
         Name of a slot that differs → digest of its value in this process, or `ABSENT` if it has no value here.

@@ -97,7 +97,7 @@ def _described(value: Any) -> tuple[bytes, Iterable[Any]]:
     text = str(getattr(value, "__qualname__", type(value).__qualname__)).encode()
     if type(value).__module__.partition(".")[0] in sys.stdlib_module_names - {"builtins"} and not callable(value):
         try:
-            text += pickle.dumps(value, 5)  # of a decimal, a pattern
+            text += pickle.dumps(value, 5)  # a decimal or a compiled pattern, for example
         except Exception as error:  # a lock, for example; reducers may raise any exception
             raise_if_of_handler(error)
     return text, ()

@@ -8,16 +8,18 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-_BEHIND = (
-    ((staticmethod, classmethod, types.MethodType), "__func__"),
-    (property, "fget"),
-    ((functools.cached_property, functools.partial), "func"),
-)
+_BEHIND = {
+    staticmethod: "__func__", classmethod: "__func__", types.MethodType: "__func__", property: "fget",
+    functools.cached_property: "func", functools.partial: "func",
+}  # fmt: skip
+_WITH_FUNCTION = tuple(_BEHIND)
 
 
 def function_behind(value: Any) -> Any:
     """The function that a method, a property or a partial function calls; None for any other value."""
-    return next((getattr(value, name) for kinds, name in _BEHIND if isinstance(value, kinds)), None)
+    if not isinstance(value, _WITH_FUNCTION):  # first, because most values are plain functions
+        return None
+    return next(getattr(value, name) for kind, name in _BEHIND.items() if isinstance(value, kind))
 
 
 def contents_of(cell: types.CellType) -> tuple[Any, ...]:
@@ -33,13 +35,16 @@ def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[typ
 
     Wrapped functions and getters count. Of another object, only a function in `__wrapped__` counts.
     """
-    while not isinstance(value, types.FunctionType) and (behind := function_behind(value)) is not None:
+    while (behind := function_behind(value)) is not None:
         value = behind
     if id(value) in seen:
         return
-    seen |= {id(value)}
     if isinstance(value, types.FunctionType):
         yield value
+        if value.__closure__ is None and not value.__dict__:
+            return
+    seen |= {id(value)}
+    if isinstance(value, types.FunctionType):
         for cell in value.__closure__ or ():
             for inner in contents_of(cell):
                 yield from functions_in(inner, seen)

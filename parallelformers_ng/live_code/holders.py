@@ -68,4 +68,6 @@ class Tables(dict[int, NamedValues]):
 
     def of(self, holder: Any, key: str = "") -> NamedValues:
         items = table_of(holder, key)
-        return self.setdefault(id(items), NamedValues(items, holder if isinstance(holder, type) else None))
+        if id(items) not in self:
+            self[id(items)] = NamedValues(items, holder if isinstance(holder, type) else None)
+        return self[id(items)]

@@ -90,10 +90,10 @@ _setting = threading.RLock()
 
 
 class _CodePickler(ByValuePickler):
-    """Pickles functions that are named after a changed slot by value, and the original function as the slot's name.
+    """Pickles a replaced function by value, and the function that it replaces by name.
 
-    `functools.wraps` gives a replacement the name of the replaced function. A replacement often calls the original
-    function, which a rank can find by the name of the place.
+    `functools.wraps` gives both functions the same name. The replacement often calls the original function, which a
+    rank can import by that name.
     """
 
     def __init__(self, buffer: io.BytesIO, places: Collection[str], imported: Digests) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,11 +121,10 @@ class _Walk:
         for cls in self.classes:
             self._add(cls)
 
-    def follow(self, names: Iterable[str], of_step: bool) -> None:
+    def follow(self, names: Set[str], of_step: bool) -> None:
         """Record all code that methods of these names can call."""
         self._of_step = of_step
-        for name in names:
-            self._name(name)
+        self._name(names)
         while self._pending:
             value = self._pending.pop()
             if isinstance(value, type):
@@ -144,30 +143,35 @@ class _Walk:
     def _add(self, cls: type) -> None:
         """Register the methods of a class by name."""
         for base in cls.__mro__:
+            if base in self._known_classes:
+                continue
             of_program = not is_library(base.__module__)
             followed = (
                 of_program
                 or package_of(base) in self._packages
                 or (package_of(base) == "torch" and issubclass(base, nn.Module))
             )
-            if base in self._known_classes or not followed or base.__module__.startswith(_NOT_COMPUTING):
+            if not followed or base.__module__.startswith(_NOT_COMPUTING):
                 continue
             self._known_classes.add(base)
             for name, value in vars(base).items():
                 is_setting = isinstance(value, (int, float, str)) and issubclass(base, nn.Module)
                 is_setting = is_setting or (of_program and not name.startswith("__"))
                 skipped = name in _NOT_FOLLOWED and not (name == "__init__" and base.__module__ == _CACHES)
-                if skipped or not (is_setting or any(True for _ in functions_in(value))):
+                if skipped or not (is_setting or next(functions_in(value), None)):
                     continue
                 self._methods.setdefault(name, []).append(base)
                 if name in self._named:
                     self._note_method(base, name)
 
-    def _name(self, name: str) -> None:
-        if name not in self._named:
+    def _name(self, names: Set[str]) -> None:
+        for name in names - self._named:
             self._named.add(name)
             for owner in self._methods.get(name, ()):
                 self._note_method(owner, name)
+            method = vars(torch.Tensor).get(name)  # the program may have added a method to tensors
+            if isinstance(method, types.FunctionType) and package_of(method) != "torch":
+                self._note(f"torch:Tensor.{name}", torch.Tensor, name, method)
 
     def _read(self, function: types.FunctionType) -> None:
         scope = function.__globals__
@@ -179,18 +183,18 @@ class _Walk:
             return
         self.scopes.setdefault(module, {})[id(scope)] = scope
         names, of_program = names_in(function.__code__), not is_library(module)
-        # In the program's code, a global may have the name of an attribute: `model`. In a library, this is rare.
+        # An attribute in the program's code, such as `.model`, may have the name of an unrelated global variable.
         own = globals_in(function.__code__) if of_program else names
         read = names | words_in(function.__code__) if of_program else names  # getattr takes names as strings
         for name in (read - names) & scope.keys():  # globals()["NAME"]
             if not callable(scope[name]) and not isinstance(scope[name], types.ModuleType):
                 self._note(f"{module}:{name}", scope, name, scope[name])
-        for name in names:
-            self._name(name)
-            self._read_method_of_tensors(name)
-            if name not in scope and of_program and name in sys.modules:  # imported inside the function
-                self._read_module(sys.modules[name], read, of_program)
-            if name not in scope or name.startswith("__") or name not in own:
+        self._name(names)
+        # A function may import a module itself.
+        for name in (names - scope.keys()) & sys.modules.keys() if of_program else ():
+            self._read_module(sys.modules[name], read, of_program)
+        for name in own & scope.keys():
+            if name.startswith("__"):
                 continue
             value = scope[name]
             if isinstance(value, types.ModuleType):
@@ -199,12 +203,6 @@ class _Walk:
                 self._note(f"{module}:{name}", scope, name, value)
             if isinstance(value, (GeneralInterface, dict)):
                 self._read_registry(f"{module}:{name}", value)
-
-    def _read_method_of_tensors(self, name: str) -> None:
-        """Record a method that the program has added to `torch.Tensor`."""
-        method = vars(torch.Tensor).get(name)
-        if isinstance(method, types.FunctionType) and package_of(method) != "torch":
-            self._note(f"torch:Tensor.{name}", torch.Tensor, name, method)
 
     def _read_module(
         self,
@@ -250,8 +248,10 @@ class _Walk:
 
     def _note(self, place: str, holder: Any, key: str, value: Any, is_followed: bool = True) -> None:
         """Record a slot, and later search the code of its value."""
-        self.slots.setdefault(place, Slot(place, holder, key, value, self._of_step))
-        if is_followed:
+        known = self.slots.get(place)
+        if known is None:
+            self.slots[place] = Slot(place, holder, key, value, self._of_step)
+        if is_followed and (known is None or known.value is not value):
             self._pending.append(value)
 
 
@@ -268,7 +268,7 @@ _MAX_PARTS = 10_000
 
 
 def _contents(value: Any) -> Iterable[Any]:
-    """The values inside an object, in which the search looks for further code of the user; none if there are many."""
+    """Return the values directly inside an object; nothing for a container of more than 1,000 items."""
     return (
         () if isinstance(value, (list, tuple, set, frozenset, dict)) and len(value) > _MAX_ITEMS else children_of(value)
     )

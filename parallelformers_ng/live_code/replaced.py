@@ -7,6 +7,7 @@ import functools
 import re
 import types
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,23 +39,23 @@ _ELEMENT_WISE_FUNCTIONS = frozenset({
 })  # fmt: skip
 
 
-def replaced_modules(model: nn.Module) -> dict[str, str]:
-    """Return path → description of the torch modules with which the program replaced modules of the model.
+def replaced_modules(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return path → description of the torch modules with which the program replaced `modules` of the model.
 
     Layers and element-wise activations are ignored. In blocks, layer norms and chains with layers are not.
     """
-    modules = {
+    replaced = {
         path: module
-        for path, module in model.named_modules()
+        for path, module in modules.items()
         if package_of(type(module)) == "torch" and not isinstance(module, _HARMLESS)
     }
-    modules |= _unexpected(model)
-    if not modules or not isinstance(model, PreTrainedModel):
+    replaced |= _unexpected(modules)
+    if not replaced or not isinstance(model, PreTrainedModel):
         return {}
     class_of, built = parametrize.type_before_parametrizations, built_modules(model)
     return {
         path: f"the program put a {type(module).__name__} there"
-        for path, module in modules.items()
+        for path, module in replaced.items()
         if built and (path not in built or class_of(built[path]) is not class_of(module))
     }
 
@@ -91,11 +92,11 @@ def is_torch_function_put_there(module: nn.Module, value: Any) -> bool:
     return name not in _ELEMENT_WISE_FUNCTIONS and not _is_named_by(type(module), name)
 
 
-def _unexpected(model: nn.Module) -> dict[str, nn.Module]:
+def _unexpected(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Layer norms and chains of layers, in blocks, whose kind the parent's `__init__` does not name."""
     return {
         f"{path}.{name}": child
-        for path, module in model.named_modules()
+        for path, module in modules.items()
         if package_of(type(module)) == "transformers" and re.search(r"\.\d+(\.|$)", path)
         for name, child in module.named_children()
         if type(child) in _OVER_COLUMNS

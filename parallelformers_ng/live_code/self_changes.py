@@ -46,14 +46,13 @@ def may_write(module: nn.Module, name: str) -> bool:
 
 
 def _own_functions(module: nn.Module, known: dict[type, list[types.FunctionType]]) -> Iterator[types.FunctionType]:
-    """Yield the functions of the program on a module and its classes; `known` has those of classes seen before."""
-    for base in type(module).__mro__:
-        if base in _GENERAL:
-            continue
-        if base not in known:
-            members = (value for name, value in vars(base).items() if name not in _NOT_OF_CALLS)
-            known[base] = [each for value in members for each in functions_in(value) if not is_known(each)]
-        yield from known[base]
+    """Yield the functions of the program on a module and its class; `known` has those of classes seen before."""
+    cls = type(module)
+    if cls not in known:
+        tables = [vars(base) for base in cls.__mro__ if base not in _GENERAL]
+        members = (value for table in tables for name, value in table.items() if name not in _NOT_OF_CALLS)
+        known[cls] = [each for value in members for each in functions_in(value) if not is_known(each)]
+    yield from known[cls]
     for value in vars(module).values():
         if isinstance(value, (types.FunctionType, types.MethodType)):
             yield from itertools.filterfalse(is_known, functions_in(value))

@@ -27,7 +27,7 @@ _MAX_ITEMS = 100_000
 class State:
     """Snapshot of everything mutable in a value, to detect changes in place.
 
-    Random generators do not count: the copies on the ranks advance in calls.
+    Random generators are ignored, because calls advance the copies on the ranks.
 
     Attributes:
         is_too_large: whether the value has more than 100,000 parts, so that not all are followed.

@@ -30,9 +30,10 @@ def foreign_modules(model: nn.Module) -> dict[str, str]:
     Foreign code is a class of the program, or a function that the program replaced: on the class, on the module, or in
     a global variable that the code names. Hooks of accelerate, which replace `forward` on modules, are not foreign.
     """
-    of_classes = {cls: foreign_class(cls) for cls in set(map(type, model.modules()))}
-    reasons = {path: _foreign_on_module(each) or of_classes[type(each)] for path, each in model.named_modules()}
-    return {path: reason for path, reason in reasons.items() if reason} | replaced_modules(model)
+    modules = dict(model.named_modules())
+    of_classes = {cls: foreign_class(cls) for cls in set(map(type, modules.values()))}
+    reasons = {path: _foreign_on_module(each) or of_classes[type(each)] for path, each in modules.items()}
+    return {path: reason for path, reason in reasons.items() if reason} | replaced_modules(model, modules)
 
 
 def foreign_layer(module: nn.Module) -> str:
@@ -149,7 +150,7 @@ def _without_accelerate(module: nn.Module, forward: Any) -> Any:
     return None if function is type(module).forward else before
 
 
-# Class → what decided the answer of `foreign_class`, and the answer.
+# Cache of `foreign_class`: class → the values on which the answer depends, and the answer.
 _OF_CLASS: weakref.WeakKeyDictionary[type, tuple[Tables, str]] = weakref.WeakKeyDictionary()
 
 

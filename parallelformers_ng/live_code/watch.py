@@ -52,8 +52,9 @@ class CodeWatch:
         self._attributes = [(f, dict(vars(f))) for f in self._functions if not is_library(f.__globals__["__name__"])]
         for function, attributes in self._attributes:
             tables.of(vars(function)).hold(attributes)
+        program = {module for module in {module_of(slot.place) for slot in slots} if not is_library(module)}
         for slot in slots:
-            of_program, of_class = not is_library(module_of(slot.place)), isinstance(slot.holder, type)
+            of_program, of_class = module_of(slot.place) in program, isinstance(slot.holder, type)
             if of_program or (of_class and slot.key in STEP):
                 if of_class:
                     copyreg._slotnames(slot.holder)  # type: ignore[attr-defined]  # pickle would add an attribute to the class later

@@ -45,14 +45,14 @@ class Assistants:
     def __init__(self) -> None:
         self._turn = threading.RLock()
         self._latest: _Assistant | None = None
-        # Restart count of the workers, and the assistant that they have.
+        # Restart count of the workers that got an assistant, and that assistant.
         self._sent: tuple[int, _Assistant] | None = None
 
     @contextlib.contextmanager
     def turn(
         self, ready: tuple[WorkerGroup, int, float], assistant: Any, arguments: dict[str, Any], show_progress: bool
     ) -> Iterator[Assistance]:
-        """Wait for other calls with an assistant, send it to the ranks, and yield the argument that replaces it.
+        """Wait for other calls with an assistant, send the assistant to the ranks, and yield its replacement.
 
         Weights are sent only if the ranks do not have this assistant yet, or if it has changed.
         """
@@ -117,9 +117,13 @@ def _refuse(assistant: Any, arguments: dict[str, Any], group: WorkerGroup) -> No
         "its weights cannot be sent to other hosts": group.hosts is not None and not group.hosts.are_here,
         "it has adapters": getattr(assistant, "_hf_peft_config_loaded", False),
     }
+    _raise_first(f"the assistant {name} cannot run on the workers", reasons)
+
+
+def _raise_first(refusal: str, reasons: dict[str, bool]) -> None:
     for reason, is_so in reasons.items():
         if is_so:
-            raise NotPortableError(f"the assistant {name} cannot run on the workers: {reason}")
+            raise NotPortableError(f"{refusal}: {reason}")
 
 
 def _found(assistant: Any, group: WorkerGroup) -> _Assistant | None:
@@ -140,9 +144,7 @@ def _found(assistant: Any, group: WorkerGroup) -> _Assistant | None:
         "it was changed after it was parallelized": edits.has_changes(),
         "its code was changed in this process": stored is not None and stored.skeleton.code is not None,
     }
-    for reason, is_so in reasons.items():
-        if is_so:
-            raise NotPortableError(f"the assistant {type(assistant).__name__} runs on its own workers: {reason}")
+    _raise_first(f"the assistant {type(assistant).__name__} runs on its own workers", reasons)
     assert stored is not None
     return _Assistant(assistant, stored, edits)
 

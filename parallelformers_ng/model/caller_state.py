@@ -77,7 +77,7 @@ class RandomStream:
         A state is a uint8 tensor `[bytes]` on CPU, the same as from `torch.get_rng_state`.
         """
         if seed is None and not self._follower.acquire(blocking=False):
-            seed = self.draw_seed()  # with the stream, both concurrent calls would start from the same state
+            seed = self.draw_seed()  # two concurrent calls must not start from the same state of the stream
         if seed is not None:
             yield torch.Generator().manual_seed(seed).get_state(), lambda after: None
             return
@@ -192,7 +192,7 @@ class Edits:
         self._attributes: dict[tuple[str, str], tuple[int, Any, WorkerGroup | Literal["nobody"] | None]] = {}
         self._taken: dict[tuple[str, str], State] = {}
         self._count = 0
-        self._moved: dict[tuple[str, str], int] = {}  # number of the last recorded change in `LiveCode.moved`
+        self._moved: dict[tuple[str, str], int] = {}  # attribute → its last recorded number in `LiveCode.moved`
         self._lock = threading.Lock()
         # What a group has received: configurations, numbers of changes of attributes and of code, environment
         # variables.
@@ -265,7 +265,7 @@ class Edits:
             for name, value in now.items()
             if name not in before or name in moved or not are_equal(before[name], value)
         } | dict.fromkeys(before.keys() - now.keys(), REMOVED)
-        # Set by the user, and not by a call.
+        # Check only attributes that the user has set: calls of the model may set any attribute.
         attributes = {key: value for key, (value, of) in newer.items() if of is None}
         if attributes or call.configs:
             self._code.take_settings(self._model(), attributes, call.configs)

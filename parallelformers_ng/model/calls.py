@@ -174,7 +174,7 @@ class Calls(Dispatcher):
         if steps.by_default:
             replica.steps = None
             group, _, end = replica.ready()
-            group.call("forget_steps", deadline=end)
+            group.call("rank_state.forget_steps", deadline=end)
         return steps.by_default
 
     def _generate_here(
@@ -202,8 +202,8 @@ class Calls(Dispatcher):
         return deadline(checked_seconds(options.timeout, "timeout")) if options.timeout else contextlib.nullcontext()
 
     def _check_state_of_caller(self) -> None:
-        """Raise ParallelError for torch modes and changed weights that ranks cannot reproduce; send other new
-        weights."""
+        """Raise ParallelError for an active torch mode, or a changed weight, that ranks cannot reproduce. Send other
+        changed weights to the ranks."""
         refuse_modes()
         for path, name, value in self.outside.changed() if self.outside.known or self.outside.shared else ():
             self.set_attribute(path, name, value)

@@ -57,7 +57,7 @@ class Replica(Supervisor):
 
     def __init__(self, group: WorkerGroup, make_group: Callable[[], WorkerGroup] | None) -> None:
         if group.in_use:
-            gc.collect()  # the other model may be unreachable, but not yet deleted
+            gc.collect()  # frees a model that is unreachable, but in a reference cycle
         if group.in_use:
             raise PlacementError("the group in workers= serves another model; end that model first, or use a new group")
         group.user = weakref.ref(self)
@@ -100,8 +100,8 @@ class Deployment:
         plan: plan of the model.
         replicas: groups of workers, each with the plan's world size.
         options: whether and how often a dead group is replaced, which needs kept weights. On CPU the memory in which
-            the workers received the weights is kept: it is the shards themselves. On CUDA it is kept for `host_copy`,
-            or if there is a checkpoint: few weights are not in the files.
+            the workers received the weights is kept: it is the shards themselves. On CUDA that memory is kept
+            for `host_copy=True`, or if a checkpoint has most of the weights.
         show_progress: whether to show a progress bar while the weights are gathered.
         checkpoint: files of the tensors that are not loaded in the model. The workers read the checkpoint files at the
             start and after a restart.
@@ -156,7 +156,7 @@ class Deployment:
                 store.settle()
                 for replica in self.replicas:
                     stored.load(replica.group, progress)
-                    progress = None  # report progress only for the first replica
+                    progress = None  # all replicas load the same bytes, so only the first reports progress
                     if self._options.restart and self._keeps_weights:
                         replica.keep_alive(stored, self._options)
             except BaseException:
@@ -179,7 +179,7 @@ class Deployment:
         group.call("extend_path", module_path())
         modules_by_value = set(self.code.by_value)
         changes = self.code.compare(functools.partial(group.call, "differences"))
-        if self.code.by_value != modules_by_value:  # send modules that the ranks cannot import
+        if self.code.by_value != modules_by_value:  # the skeleton must contain the modules that ranks cannot import
             self._skeleton = Skeleton.of(model, self.plan, self.code.by_value)
         self._skeleton.code = changes
 

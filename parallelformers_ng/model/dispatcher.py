@@ -68,7 +68,7 @@ class Dispatcher:
         self.adapters = Adapters.of(model)
         self.edits = Edits(model, deployment.code)
         self.stream = RandomStream(seed)
-        self.modes = Modes(model, deployment.code)
+        self.modes = Modes(deployment.code)
 
     def dispatch(
         self, replica: Replica, path: str, method: str, args: Any, kwargs: dict[str, Any], options: CallOptions
@@ -162,7 +162,7 @@ class Dispatcher:
                 if type(answer.output) is torch.Tensor:
                     return answer.output
                 return map_handles(answer.output, receive)
-            except BaseException as error:  # also after Ctrl-C, the caches of the call must be freed
+            except BaseException as error:  # Ctrl-C included, because the workers must free the caches of the call
                 registry.free_after_failure(incarnation, [*call.freed_caches, call.cache_block], caches)
                 if isinstance(error, WorkerError) and not isinstance(error, NotPortableError):
                     with contextlib.suppress(GroupError):

@@ -17,7 +17,7 @@ from parallelformers_ng.checkpoint.store import ShardStore
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.hosts.launcher_choice import elsewhere
 from parallelformers_ng.option_checks import read_options
-from parallelformers_ng.options import OF_A_MODEL, FitOptions, WorkerOptions
+from parallelformers_ng.options import FitOptions, WorkerOptions
 from parallelformers_ng.runtime.cores import threads_of_rank
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.placement import check_platform, placement
@@ -27,6 +27,8 @@ from parallelformers_ng.wire.frame import FileDescriptor
 from parallelformers_ng.worker.preload import IMPORTS
 
 RUNNER = "parallelformers_ng.worker.runner:ModelRunner"
+# Options of workers that belong to a model and its weights. `start_group` refuses these options.
+_OF_A_MODEL = ("restart", "max_restarts", "restart_window", "replicas", "host_copy")
 _BATCH_BYTES = 1 << 30  # bytes of weights that one request loads; small enough that a progress bar moves
 
 
@@ -131,7 +133,7 @@ def start_group(num_gpus: int | None = None, **options: Any) -> WorkerGroup:
         UnsupportedPlatformError: see `parallelize`.
         SystemExit: this process of a torchrun job does not have rank 0.
     """
-    for name in OF_A_MODEL:
+    for name in _OF_A_MODEL:
         if name in options:
             raise ParallelError(
                 f"start_group takes no {name}: its group serves one model after another and is not restarted; pass"

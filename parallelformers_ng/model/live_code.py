@@ -41,6 +41,7 @@ class LiveCode:
     """The code that calls of a model use in this process, and its differences from the code on the ranks.
 
     Attributes:
+        classes: classes of the model's modules.
         by_value: names of modules whose code is sent by value, because ranks cannot import the same code.
         changes: globals and class attributes whose values changed since `compare`; None before the first change.
         count: number of changes since `compare`.
@@ -51,13 +52,13 @@ class LiveCode:
 
     def __init__(self, model: nn.Module, plan: ShardPlan) -> None:
         self.check = CodeCheck(model, plan, plan.selection)
-        self._classes = classes_of(model)
+        self.classes = classes_of(model)
         self._functions = self.check.edits.functions
         self._attentions = attentions_of(model)
-        self._slots = reach(self._classes, self._reached, self._attentions)
+        self._slots = reach(self.classes, self._reached, self._attentions)
         self._on_ranks: Digests = {}
         self._lock = threading.Lock()
-        modules = {cls.__module__ for cls in self._classes} | {module_of(place) for place in self._slots}
+        modules = {cls.__module__ for cls in self.classes} | {module_of(place) for place in self._slots}
         self.by_value = {name for name in modules if is_by_value(name)}
         self.count = 0
         self.moved: dict[tuple[str, str], tuple[int, Any]] = {}
@@ -117,7 +118,7 @@ class LiveCode:
                 raise _refused(names, f"the plan is not valid for the new value: {why}")
             named = {value for name, value in configs.items() if name.endswith(ATTENTION_SETTING)} - self._attentions
             if named or not all(isinstance(value, PLAIN) for value in attributes.values()):
-                slots = {**reach(self._classes, self._reached, self._attentions | named), **self._slots}
+                slots = {**reach(self.classes, self._reached, self._attentions | named), **self._slots}
             else:
                 slots = self._slots
             for place in slots.keys() - self._slots.keys():
@@ -132,7 +133,7 @@ class LiveCode:
             self._watch()
 
     def _update(self) -> None:
-        before, current = self._slots, reach(self._classes, self._reached, self._attentions)
+        before, current = self._slots, reach(self.classes, self._reached, self._attentions)
         now = {place: replace(slot, value=_value_of(slot)) for place, slot in before.items()}
         changed = {
             place
@@ -157,7 +158,7 @@ class LiveCode:
         self._watch()
 
     def _refuse_code(self, slots: Mapping[str, Slot], changed: set[str]) -> None:
-        """Raise ParallelError for changed code: in `changed` globals or class attributes, or functions of `slots`."""
+        """Raise ParallelError if the value of a `changed` slot is code, or if a function of `slots` has other code."""
         swapped = {id(f) for watch in (self.step, self.rest) for f in watch.changed_functions()}
         refused = {p for p in changed if any(map(is_code, (slots[p].value, _value_of(slots[p]))))}
         refused |= {p for p, slot in slots.items() if not swapped.isdisjoint(map(id, slot.functions))}

@@ -142,13 +142,13 @@ _OF_WEIGHTS = WEIGHTS_AND_WIDTHS | {
 @functools.cache
 def reads_weights(cls: Any, method: Callable) -> bool:
     """Return whether a method of the program reads weights or widths, directly or through other methods of its class.
-    On the workers it would read parts of them."""
+    Such a method must run in the caller's process, because each worker has only shards of the weights."""
     functions = _with_called(cls, method, without=frozenset({"forward", "generate"}))
     return any(not is_known(each) and reads_attributes(each.__code__, _OF_WEIGHTS) for each in functions)
 
 
 def _with_called(cls: Any, method: Callable, without: frozenset[str] = frozenset()) -> set[types.FunctionType]:
-    """A method and the methods of its class that its code names, also indirectly."""
+    """Return a method, and all methods of its class that the method calls by name, directly or indirectly."""
     functions: set[types.FunctionType] = set()
     values: list[Any] = [method]
     while values:

@@ -81,7 +81,7 @@ class ModelState:
         return plan.shards[rank].of(whole).contiguous() if whole.shape == plan.shape else whole
 
     def accept(self, name: str | None = None) -> None:
-        """Let calls continue although state is lost: any state, or the attribute `name`, which has been set again."""
+        """Forget lost attributes, so that calls raise no StateLostError: all, or `name`, which the user set again."""
         if self.is_changed:
             with self._lock:
                 for known in (self._lost, self._kept_there):
@@ -110,7 +110,7 @@ class ModelState:
             self.is_changed = True
             count, is_sent = self._count, self._sent.get(group, 0) == self._count
             for (kind, path, name), changes in told.items():
-                # Only some ranks send the value.
+                # Ranks that need not send the value send None, so take a change that has the value.
                 change = max(changes.values(), key=lambda each: each.value is not None)
                 alike = len({each.digest for each in changes.values()}) == 1 and len(changes) >= everyone
                 if kind == "tensor":

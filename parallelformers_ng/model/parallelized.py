@@ -81,7 +81,7 @@ class Parallelized(RemoteModule):
         return deployment_of(self).memory("reserved")
 
     memory_cached = memory_reserved
-    memory_chached = memory_reserved  # misspelled as in the README of Parallelformers
+    memory_chached = memory_reserved  # the README of Parallelformers has this misspelled name
 
     def memory_summary(self, detail: bool = True) -> str:
         """Return the memory of every rank as text: one table per rank, or one line if `detail` is false.

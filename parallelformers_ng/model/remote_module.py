@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from transformers import GenerationMixin
 
 from parallelformers_ng.checkpoint.lazy import RemoteTensor, values
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.read_only import ReadOnlyTensor
 from parallelformers_ng.errors import NotPortableError, ParallelError
+from parallelformers_ng.generation.caches import mapped
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.dispatcher import CallOptions
 from parallelformers_ng.model.marks import REMOTE, has_own_loop
@@ -63,6 +63,10 @@ class Remote:
         if model is None:
             raise ParallelError(f"{self.path} belongs to a parallelized model that was deleted; its weights are gone")
         return model
+
+    @functools.cached_property
+    def weights(self) -> list[nn.Parameter]:
+        return [*self.model.parameters()]
 
     @functools.cached_property
     def alone(self) -> Alone:
@@ -112,17 +116,30 @@ def _refuse_gradients(model: nn.Module, output: Any, inputs: Any) -> Any:
     input requires one. Only floating-point tensors are changed.
     """
     if torch.is_grad_enabled():
-        sources = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if any(parameter.requires_grad for parameter in model.parameters()):
+        sources = [tensor for tensor in _tensors_in(inputs) if tensor.requires_grad]
+        with torch._C.DisableTorchFunctionSubclass():  # the override of `RemoteTensor` would slow each access down
+            is_trained = any(parameter.requires_grad for parameter in remote_of(model).weights)
+        if is_trained:
             sources.append(torch.empty(0, device="cpu", requires_grad=True))
-        for leaf in tree_leaves(output) if sources else ():
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-                _NoGradients.apply(leaf, type(model).__name__, *sources)
+        for tensor in _tensors_in(output) if sources else ():
+            if tensor.is_floating_point():
+                _NoGradients.apply(tensor, type(model).__name__, *sources)
     return output
 
 
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    mapped(value, torch.Tensor, note, in_place=True)
+    return tensors
+
+
 class RemoteModule(nn.Module):
-    """Mixin before a module's own class while its model is parallelized; the original class stays a base class."""
+    """Mixin that comes before the module's own class while the model is parallelized."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return remote_of(self).call("__call__", args, kwargs)  # nn.Module.__call__ would run hooks in this process

@@ -107,7 +107,7 @@ def leave(model: nn.Module, gather: Callable[[], None]) -> None:
     calls.hooks.leave()
     for part in remote_of(model).plain_parts:
         _homes[part] = [home for home in _homes[part] if home[0]() is not calls]
-        if not _homes[part]:  # no other parallelized model has the module
+        if not _homes[part]:  # the module is in no other parallelized model
             del _homes[part]
             _restore_class(part)
     for module in (*modules, *remote_of(model).around):

@@ -39,9 +39,8 @@ class Modes:
         seen: whether the model's code reads the grad mode, and whether it draws from `random` or NumPy.
     """
 
-    def __init__(self, model: nn.Module, code: LiveCode) -> None:
-        classes = {type(module) for module in model.modules()}
-        own = [*filter(_is_of_program, classes), *code.check.edits.functions]
+    def __init__(self, code: LiveCode) -> None:
+        own = [*filter(_is_of_program, code.classes), *code.check.edits.functions]
         self.seen = False, _DRAWS in code.names
         self.add(code.words)
         self.add(words_reached([*own, *(value for _, _, value in code.check.edits.objects())]))

@@ -98,7 +98,7 @@ class SharedCalls:
         """Add a call to the batch and return its sequence; if the workers are restarted meanwhile, try again."""
         while True:
             group, *_ = self._replica.ready(end)
-            if not group.alive:  # dead, and `ready` has started no new group
+            if not group.alive:  # the group has ended for good, because `ready` has started no new group
                 raise group.error()
             followed = call.objects.followed(call.objects.has_own_code) if call.objects.parts else None
             message = Call("", "generate", (), call.kwargs, adapters=call.adapters, followed=followed)

@@ -102,7 +102,7 @@ def _rebuild_as(cls: Any, args: Any, message: str) -> WorkerError | None:
     try:
         error = combined.__new__(combined, *arguments)
         error.args = arguments
-    except TypeError:  # the class defines `__new__` with other arguments
+    except TypeError:  # a `__new__` of the class may refuse these arguments
         return None
     return error if _message(error) == message else None
 

@@ -69,7 +69,7 @@ def _why_no_forks() -> str | None:
     numbers = [number for number in os.listdir("/proc/self/task") if int(number) != os.getpid()]
     names = sorted(kernel_text(f"/proc/self/task/{number}/comm") for number in numbers)
     threads = [name for name in names if name not in _NEEDLESS_THREADS]
-    # Threads of the CUDA driver are judged below.
+    # `_cannot_use_devices` decides whether threads of the CUDA driver forbid forks.
     if needed := [name for name in threads if not name.startswith("cuda")]:
         return f"an import has started {len(needed)} threads ({', '.join(needed)}), which a fork would lack"
     pid = _fork_quietly()
@@ -124,7 +124,8 @@ class _Server:
             *rank, report_fd = descriptors
             self._fork(rank, socket.socket(fileno=report_fd))
             descriptors = rank
-        for fd in descriptors:  # too many open files: closing `report_fd` tells the caller
+        # With too many open files, the kernel passes only some descriptors. The caller then sees its socket close.
+        for fd in descriptors:
             os.close(fd)
         return bool(message)
 
@@ -151,7 +152,7 @@ class _Server:
 
     @staticmethod
     def _send(report: socket.socket, number: int, descriptors: Sequence[int] = ()) -> None:
-        with contextlib.suppress(OSError):  # the caller has closed its end
+        with contextlib.suppress(OSError):  # the caller may have closed its end of the socket
             socket.send_fds(report, [NUMBER.pack(number)], descriptors)
 
     def _become_rank(self, descriptors: Sequence[int], report: socket.socket) -> NoReturn:
@@ -164,7 +165,7 @@ class _Server:
             report.close()
             self._requests.close()
             os.close(self._lifeline)
-            os.setpgid(0, 0)  # a process group of its own, as in `spawn.Spawned`
+            os.setpgid(0, 0)  # Ctrl-C in the terminal must reach only the caller
             os.fchdir(folder)
             os.dup2(output, 1)
             os.dup2(errors, 2)

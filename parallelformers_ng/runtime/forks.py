@@ -169,7 +169,7 @@ def running(imports: str | None = None) -> ForkServer | None:
 
 
 def _end(process: Spawned, link: ChildLink, forks: weakref.WeakSet[Fork]) -> None:
-    """End a server without ranks, by closing its lifeline, so that the kernel kills the server.
+    """End a fork server that has no ranks: close its lifeline, and the kernel kills the server.
 
     At interpreter exit a daemon thread may still wait for a request to ranks, and must not see an error. A server with
     ranks is therefore not ended here; the server and its ranks end with this process.
@@ -193,7 +193,10 @@ os.register_at_fork(after_in_child=_forget_in_forked_child)
 
 
 def _inheritance() -> tuple[object, ...]:
-    """Return the state that a new process inherits from this thread, except for values that every request contains."""
+    """Return the state that a child of this thread inherits: user, limits, priority, CPUs and environment variables.
+
+    A fork server that started with other state must not fork ranks for this thread.
+    """
     status = kernel_text("/proc/thread-self/status").splitlines()
     return (
         [line for line in status if line.startswith(_INHERITED)],

@@ -18,7 +18,7 @@ from parallelformers_ng.runtime.worker_process import Worker
 
 _LOG = re.compile(r"/memfd:parallelformers_ng-rank-(\d+) ")
 _ARENA = re.compile(r"/memfd:parallelformers_ng\.arena ")
-_MAPPED = re.compile(r"(\d+) +/memfd:parallelformers_ng\.arena ")  # with the number of the file
+_MAPPED = re.compile(r"(\d+) +/memfd:parallelformers_ng\.arena ")  # the inode number tells which arena is mapped
 
 
 class ForeignRank(Worker):
@@ -36,7 +36,7 @@ class ForeignRank(Worker):
         return lambda: self._written()[size:].decode(errors="replace")
 
     def _written(self) -> bytes:
-        with contextlib.suppress(OSError):  # the rank has ended
+        with contextlib.suppress(OSError):  # the rank may have ended meanwhile
             return self._log.read_bytes()
         return b""
 
@@ -52,10 +52,11 @@ def reports_of(pid: int) -> list[str]:
     groups: dict[int, list[ForeignRank]] = defaultdict(list)
     for other in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         parent = status_of(other, "PPid")
-        is_near = str(pid) in (parent, status_of(parent, "PPid"))  # ranks are forks of a fork server, or children
+        # A rank is a child of its caller, or of the caller's fork server.
+        is_near = str(pid) in (parent, status_of(parent, "PPid"))
         mapped = _MAPPED.search(kernel_text(f"/proc/{other}/maps")) if is_near else None
         if mapped is not None and int(mapped[1]) in arenas:
-            with contextlib.suppress(OSError, IndexError):  # the rank has ended
+            with contextlib.suppress(OSError, IndexError):  # the rank may have ended meanwhile
                 file, log = _open_files(other, _LOG)[0]
                 groups[int(mapped[1])].append(ForeignRank(other, int(log[1]), file))
     if not groups:
@@ -74,7 +75,7 @@ def _report(ranks: list[ForeignRank], arena: Path) -> str:
 def _open_files(pid: int, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
     files = []
     for file in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # the process may have closed the file meanwhile
             if match := pattern.match(os.readlink(file)):
                 files.append((file, match))
     return files

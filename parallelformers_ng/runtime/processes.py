@@ -58,7 +58,7 @@ class Processes:
         if self.why_over is not None:
             raise self.why_over()
         if threading.current_thread().daemon:
-            threading.Event().wait()  # at interpreter exit, an error here would only confuse
+            threading.Event().wait()  # at interpreter exit, nobody could act on an error
         raise GroupClosedError("the worker group has ended, because the interpreter is shutting down")
 
     def note_reason(self, cause: GroupError) -> None:

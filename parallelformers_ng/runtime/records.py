@@ -17,7 +17,7 @@ from typing import Any
 log = logging.getLogger("parallelformers_ng")
 
 SWITCH = "PARALLELFORMERS_NG_DEBUG"  # environment variable; if it is 1, ranks log requests, collectives and rounds
-_SECONDS = 1.0  # time that a rank waits if the caller's handlers are slow; and the group's end for the last records
+_SECONDS = 1.0  # longest wait of a rank for slow log handlers of the caller, and of `close` for the last records
 _MAX_BYTES = 1 << 20
 
 
@@ -26,11 +26,15 @@ def are_detailed() -> bool:
 
 
 class RankRecords:
-    """The records of a group's ranks, in the caller's process. Handlers are code of the program, so a thread of its own
-    calls them. The thread ends when no process has `theirs` open any more."""
+    """Passes the log records of a group's ranks to the loggers of the caller's process.
+
+    Log handlers are code of the user and may be slow, so a separate thread calls them. The thread ends when all
+    processes have closed `theirs`, the sending end of the socket.
+    """
 
     def __init__(self) -> None:
-        ours, self.theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # which keeps records of several ranks apart
+        # SEQPACKET keeps the records of several ranks apart.
+        ours, self.theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         self._thread = threading.Thread(target=_pass_on, args=(ours,), name="parallelformers_ng-records", daemon=True)
         self._thread.start()
         if are_detailed():
@@ -43,7 +47,7 @@ class RankRecords:
 
 
 def _pass_on(connection: socket.socket) -> None:
-    first: dict[str, str] = {}  # text → logger of the first rank with the text
+    first: dict[str, str] = {}  # text of a record → name of the first logger with this text
     with connection:
         while data := connection.recv(_MAX_BYTES):
             record = logging.makeLogRecord(json.loads(data))
@@ -62,7 +66,7 @@ class _ToCaller(logging.handlers.QueueHandler):
 
 
 def send_records(rank: int, connection: socket.socket) -> None:
-    """Send this library's records to the caller from now on, each at once; the caller's loggers decide about them."""
+    """Send this library's log records to the caller's process from now on. The loggers of that process filter them."""
     connection.settimeout(_SECONDS)
     handler = _ToCaller(connection)  # type: ignore[arg-type]
     handler.name = f"{log.name}.rank{rank}"

@@ -32,7 +32,7 @@ class Request:
     Attributes:
         arguments: arguments of one rank, for texts about the request.
         seconds: time from the call of `set_deadline` to the deadline.
-        updates: messages for the ranks that arrived after the arguments; see `FrameKind.UPDATE`.
+        updates: further messages for the ranks while they run the request; see `FrameKind.UPDATE`.
     """
 
     arguments: Arguments = (), {}
@@ -48,11 +48,11 @@ class Request:
         self.deadline, self.seconds = deadline, deadline - time.monotonic()
 
     def prepare(self) -> bool:
-        """Decide, in the group's thread and at the request's turn, whether to send the request."""
+        """Return whether to send the request. The group's thread calls this method when the request is next."""
         return True
 
     def put(self, item: Frame | Answers | GroupError | None) -> None:
-        """Put an item into the caller's queue: an event, or the last item: answers, an error, or None at the end."""
+        """Queue an event for the caller, or the last item: the answers, an error, or None if the group has ended."""
         self._inbox.put(item)
         if self.given_up:
             self.discard()
@@ -68,7 +68,7 @@ class Request:
                     raise self.expired() from None
                 if pause < math.inf:
                     raise
-        # No deadline here: the group's thread enforces it.
+        # The group's thread enforces the deadline of a request that has begun.
         return self._inbox.get(timeout=None if pause == math.inf else pause)
 
     def expired(self) -> DeadlineExpiredError:

@@ -179,7 +179,7 @@ class RequestLoop:
             function()
 
     def _send(self, request: Request) -> bool:
-        """Send a request to all ranks. If memory for its messages is lacking, give it the error and return False."""
+        """Send a request to all ranks. Without memory for the messages, give the caller the error and return False."""
         flags = request.flags | (Flag.RESET if self._needs_reset else 0)
         packed: list[Packed] = []
         self._answers = {}
@@ -205,7 +205,7 @@ class RequestLoop:
         return True
 
     def _collect(self, request: Request) -> None:
-        """Pass events and answers of all ranks to the request. If its caller has given up, cancel it on the ranks."""
+        """Pass events and answers of the ranks to the request's caller. If the caller has given up, cancel it."""
         deadline = request.deadline
         spin_until = min(time.monotonic() + SPIN_SECONDS, deadline) if self._spins else 0.0
         cancelled = False
@@ -229,7 +229,7 @@ class RequestLoop:
                 frame.discard()
             raise
         failed = any(frame.kind is _ERROR for frame in self._answers.values())
-        # Without an abort, all ranks stopped at the same step.
+        # If no rank aborted, all ranks stopped at the same step, and their communicators need no reset.
         self._needs_reset = failed and self._processes.arena.aborted
         request.put(self._answers)
 

@@ -98,7 +98,7 @@ class Service:
                 if not self.communicator.all_ended(frame.sequence):
                     self.communicator.abort(f"rank {self.communicator.rank} raised {type(error).__name__}")
                 self.channel.send(FrameKind.ERROR, frame.sequence, failures.describe(error, is_consequence))
-            if self.communicator.why_void():  # not in `except`, where the error keeps device memory
+            if self.communicator.why_void():  # after `except`, because the caught error keeps device memory in use
                 self.communicator.clear_up()
 
     def _next(self) -> Frame | None:
@@ -143,7 +143,7 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         module, _, name = boot["target"].partition(":")
         cls = getattr(importlib.import_module(module), name)
 
-        span = boot["span"]  # None if all ranks are on one host
+        span = boot["span"]  # a group on one host has no span
         counts, number = (span["counts"], span["number"]) if span else ([boot["world_size"]], 0)
         rank, world_size, device = sum(counts[:number]) + boot["rank"], sum(counts), torch.device(boot["device"])
         records.send_records(rank, socket.socket(fileno=boot["records"].fd))
@@ -179,7 +179,7 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         warnings.simplefilter("ignore")
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     elif hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(line_buffering=True)  # shows a `print` at once, not when the worker ends
+        sys.stdout.reconfigure(line_buffering=True)  # a `print` of a model must appear at once
     # Until now, standard error was the log that a StartupError quotes. From now on it is the parent's standard error.
     sys.stderr.flush()
     os.dup2(boot["stderr"].fd, 2)

@@ -102,7 +102,7 @@ class Supervisor:
             self._restarts.append(began)
             try:
                 group = self._revive()
-            except Exception as error:  # whatever the error is, log it and try again
+            except Exception as error:  # a start may raise any error, and the next start may succeed
                 self._failure = _described(error)
                 if not self._stopped:
                     log.warning("%s; the workers could not be started again: %s", why, self._failure)

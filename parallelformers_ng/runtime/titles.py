@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+from setproctitle import setproctitle
 
 _caller = 0
 
@@ -15,7 +15,4 @@ def begin(role: str, caller: int) -> None:
 
 
 def show(role: str) -> None:
-    with contextlib.suppress(ImportError):  # the title is optional
-        from setproctitle import setproctitle
-
-        setproctitle(f"parallelformers-ng: {role}, for process {_caller}")
+    setproctitle(f"parallelformers-ng: {role}, for process {_caller}")

@@ -65,14 +65,14 @@ def _state(worker: Worker, arena: Any, place: int) -> str:
     state = status_of(worker.pid, "State")
     if not state:
         return "ended"
-    places = place, arena.world_size + place  # of the group, of the stage
+    places = place, arena.world_size + place  # a rank counts collectives of its group and of its pipeline stage apart
     steps = sum(map(arena.counter, places))
     last = " and ".join(filter(None, map(arena.last_collective, places)))
     return f"{state}, {steps} steps of collectives, the last {last}" if steps else state
 
 
 def _activity(frames: Sequence[StackFrame]) -> list[str]:
-    """Say what a rank does for the caller; nothing if the traceback does not reach that far."""
+    """Describe, from its stack frames, whether a rank runs a method, waits for a request, or answers one."""
     place_of = {each.function: number for number, each in enumerate(frames) if each.file.endswith("runtime/service.py")}
     if "_run" in place_of:
         return [f"runs {frames[place_of['_run'] - 1].function!r}"]

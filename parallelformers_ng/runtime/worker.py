@@ -89,7 +89,7 @@ def open_parent(parent: int) -> int:
         pidfd = os.pidfd_open(parent)
     except ProcessLookupError:
         os._exit(PARENT_GONE)
-    if os.getppid() != parent:  # the parent has ended; its id may be another process's
+    if os.getppid() != parent:  # the parent has ended, and another process may have its id
         os._exit(PARENT_GONE)
     return pidfd
 
@@ -98,8 +98,8 @@ def _await_end(watched: Sequence[int], control: int, lifeline: int) -> None:
     poll = select.poll()
     for pidfd in watched:
         poll.register(pidfd, select.POLLIN)
-    poll.register(lifeline, 0)  # 0 reports only a hang-up, also one before `end_with_lifeline`
-    poll.register(control, 0)  # 0 reports only a hang-up, because the main thread reads messages
+    poll.register(lifeline, 0)  # the event mask 0 reports only that the parent's end is closed
+    poll.register(control, 0)  # the event mask 0 ignores messages, which the main thread reads
     poll.poll()
     os._exit(PARENT_GONE)
 
@@ -118,7 +118,7 @@ def _work(control: int) -> int:
             return 1
         worker.serve()
     except ChannelClosedError:
-        return PARENT_GONE  # the same exit code as from the thread that watches the parent
+        return PARENT_GONE  # the thread that watches the parent exits with this code, too
     worker.communicator.close()
     return 0
 

@@ -115,7 +115,7 @@ class WorkerProcess(Worker):
     def _start_errors(self) -> Iterator[None]:
         try:
             yield
-        except RequestTimeoutError:  # also an OSError, but no failure to start
+        except RequestTimeoutError:  # a subclass of OSError, but a timeout is not a failed start
             raise
         except OSError as error:
             raise_if_of_handler(error)

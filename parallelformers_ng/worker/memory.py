@@ -7,6 +7,8 @@ from pathlib import Path
 import pynvml
 import torch
 
+from parallelformers_ng.sharding.wording import human_bytes
+
 _WIDTH = 75  # characters per line, as in torch's own tables
 
 
@@ -55,7 +57,7 @@ class RankMemory:
             f"|{'-' * _WIDTH}|",
             f"|{'Metric':^36}|{'Cur Usage':^19}|{'Peak Usage':^18}|",
             f"|{'-' * _WIDTH}|",
-            *(f"| {name:<35}|{_in_table(now):>17}  |{_in_table(peak):>16}  |" for name, now, peak in rows),
+            *(f"| {name:<35}|{human_bytes(now):>17}  |{human_bytes(peak):>16}  |" for name, now, peak in rows),
             f"|{'=' * _WIDTH}|",
         ]
         return "\n".join(lines)
@@ -85,11 +87,3 @@ def device_totals() -> str:
         f"GPU:{index} used {memory.used / 1e9:.2f}GB of {memory.total / 1e9:.2f}GB, all processes"
         for index, memory in enumerate(used)
     )
-
-
-def _in_table(count: int) -> str:
-    """Format bytes as in torch's tables: whole numbers, in the first unit that gives less than ten thousand."""
-    size, units = float(count), ["B", "KB", "MB", "GB"]
-    while size >= 10_000 and len(units) > 1:
-        size, units = size / 1000, units[1:]
-    return f"{size:.0f} {units[0]}"

@@ -146,7 +146,7 @@ class ModelRunner(RankWeights):
         if had_model:
             gc.collect()  # modules are in reference cycles, which only the collector frees
             if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # returns unused memory, which other processes may need
+                torch.cuda.empty_cache()  # other processes may need the memory that torch's allocator keeps
 
     def run(self, call: Call) -> Answer | StateReport | None:
         """Run a method of the model for the caller, with the caller's random state, configuration and adapters. Ranks
@@ -197,7 +197,7 @@ class ModelRunner(RankWeights):
                 output = mapped(output, (Cache, OwnHeads), lambda part: self._outgoing(part, used), in_place=True)
             if call.unsure:
                 check_is_whole(output, self.communicator, call.path)
-        self._running = 0, None  # frees the objects, which may be large
+        self._running = 0, None  # the objects of the call may be large, so do not keep them
         return Answer(
             output=output,
             rng=draws.moved(),
@@ -249,19 +249,21 @@ class ModelRunner(RankWeights):
 
     @contextlib.contextmanager
     def _on_device(self, models: Sequence[Any], kwargs: dict[str, Any], at_end: bool = True) -> Iterator[None]:
-        """Run a request without waits for the device: ids, masks and stops are checked at its end. With `at_end=False`,
-        the request checks the ids itself."""
+        """Keep the host from waiting for the device inside the `with` block.
+
+        Token ids and the end of a generation are checked late. With `at_end=False`, the request checks the ids itself.
+        """
         watched = self.hooks.present or any(kwargs.get(name) is not None for name in STATEFUL)
         try:
             with look_ups.checked_look_ups(at_end), known_masks(models), deferring(not watched):
                 yield
         except torch.OutOfMemoryError:
-            self.forget_steps()  # the next request may need the memory of the CUDA graphs
+            self.rank_state.forget_steps()  # the next request may need the memory of the CUDA graphs
             raise
 
     @contextlib.contextmanager
     def _capturing(self, module: Any, wanted: bool) -> Iterator[Callable[[], str]]:
-        """Capture decode steps inside the `with` block if `wanted`; yield a function that returns why none was."""
+        """Capture decode steps inside the `with` block, if `wanted`. Yield a function that says why none was."""
         captured = self._captured_steps("call") if wanted else ""
         if isinstance(captured, str):
             yield lambda: captured
@@ -281,9 +283,6 @@ class ModelRunner(RankWeights):
             self.rank_state.trial = KernelTrial(self.kernels, steps.recorder, self.communicator)
         steps.trial = self.rank_state.trial
         return steps
-
-    def forget_steps(self) -> None:
-        self.rank_state.forget_steps()
 
     def _prepare(self, call: Call) -> None:
         if call.freed_caches:
