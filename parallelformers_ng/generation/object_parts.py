@@ -9,6 +9,7 @@ import copyreg
 import enum
 import io
 import pickle
+import queue
 import random
 import threading
 import types
@@ -30,7 +31,7 @@ from parallelformers_ng.wire.message import TENSOR_CLASSES
 _CONTAINERS = (list, dict, set, collections.deque, bytearray, array.array, types.CellType, torch.Generator)
 # Classes of the standard library and numpy with a `__setstate__` that works in place.
 _WITH_STATE = (random.Random, io.StringIO, io.BytesIO, np.random.BitGenerator, np.random.RandomState)
-_BETWEEN_THREADS = (threading.Event, threading.Condition, threading.Semaphore)
+_BETWEEN_THREADS = (threading.Event, threading.Condition, threading.Semaphore, queue.Queue, queue.SimpleQueue)
 _NOT_FOLLOWED = (collections.abc.Iterator, memoryview)
 _SMALL_TENSOR = 1 << 16
 REMOVED = object()
@@ -184,17 +185,8 @@ def put_item(part: dict[Any, Any], key: Any, value: Any) -> None:
         kind.__delitem__(part, key)
 
 
-def check_can_be_followed(value: Any) -> None:
-    """Raise NotPortableError for a value whose copy on a rank changes in ways that cannot be repeated here: an
-    iterator of a library, or a view of other memory."""
-    if isinstance(value, _NOT_FOLLOWED):
-        raise NotPortableError(
-            f"a {type(value).__qualname__} cannot be shared with the workers: use a list, or an array"
-        )
-
-
-def check_between_threads(owner: Any, name: str, value: Any) -> None:
-    """Raise NotPortableError if a value of a module or class synchronizes threads, as an `Event` or a queue does."""
-    if isinstance(value, _BETWEEN_THREADS) or type(value).__module__ in ("queue", "_queue"):
-        where = getattr(owner, "__qualname__", "") or "a module"
-        raise NotPortableError(f"{name} of {where} (a {type(value).__qualname__}) cannot be shared with the workers")
+def check_can_be_followed(value: Any, by_hook: bool) -> None:
+    """Raise NotPortableError for a value between threads, and, except of hooks, for a value that a rank changes in ways
+    that cannot be repeated here: an iterator of a library, or a view of other memory."""
+    if isinstance(value, _BETWEEN_THREADS if by_hook else (*_BETWEEN_THREADS, *_NOT_FOLLOWED)):
+        raise NotPortableError(f"a {type(value).__qualname__} cannot be shared with the workers")

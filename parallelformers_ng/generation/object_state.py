@@ -71,8 +71,7 @@ class ObjectState:
             else:
                 yield from obj.__mro__ if isinstance(obj, type) else type(obj).__mro__
         elif isinstance(obj, types.BuiltinMethodType) or not isinstance(obj, CODE):
-            if self._stand_in is None:
-                object_parts.check_can_be_followed(obj)
+            object_parts.check_can_be_followed(obj, by_hook=self._stand_in is not None)
             yield from object_parts.inner(obj)
 
     def _variables(self, function: types.FunctionType) -> Iterator[Any]:
@@ -102,8 +101,6 @@ class ObjectState:
         for part in self.parts:
             if isinstance(part, Place):
                 attributes = attributes_of(part)
-                for name, value in attributes.items():
-                    object_parts.check_between_threads(part, name, value)
                 cells = getattr(part, "__closure__", None) or ()
                 closed = {index: items_of(cell)[0] for index, cell in enumerate(cells) if items_of(cell)}
                 places.append((part, self._values(attributes), self._values(closed)))
