@@ -13,6 +13,8 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from parallelformers_ng.errors import ParallelError, StaleCacheError
 from parallelformers_ng.generation.caches import CacheInfo, parts_of
+from parallelformers_ng.live_code.object_graph import children_of, walk
+from parallelformers_ng.origins import is_library
 
 
 class CacheHandle(Cache):
@@ -54,6 +56,21 @@ class CacheHandle(Cache):
                 " differ between ranks; run the prompt again"
             )
         return registry
+
+    def __getattr__(self, name: str) -> Any:
+        """Read an attribute of a cache of the user's own class; called for names that the handle does not have."""
+        if name.startswith("_") or name in _OWN or is_library(type(self).__module__):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = self._remote("__getattribute__", name)
+        if any(isinstance(part, torch.Tensor) for part in walk([value], children_of)):
+            raise ParallelError(f"{name} of this {type(self).__name__} has tensors, and each worker has its own")
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or is_library(type(self).__module__):
+            object.__setattr__(self, name, value)
+        else:
+            self._remote("__setattr__", name, value)
 
     def place(self) -> tuple[CacheHandle, str]:
         """Return the handle of the whole cache and "", or for a subcache the handle of its whole cache and its name."""
@@ -104,6 +121,9 @@ class CacheHandle(Cache):
     @property
     def batch_size(self) -> int:
         return self.info.batch_size
+
+
+_OWN = {*CacheHandle.__annotations__, "unverified", "inconsistent", "_whole", "_name", "__class__"}
 
 
 class EncoderDecoderCacheHandle(CacheHandle, EncoderDecoderCache):

@@ -14,7 +14,8 @@ from transformers.generation import GenerationMode
 
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.errors import DivergedError
-from parallelformers_ng.generation.object_state import TAKEN, ObjectState
+from parallelformers_ng.generation.object_messages import TAKEN
+from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.runtime.limits import cancellation_error
 
 _CANCELLED, _UPDATED = 1, 2

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import array
 import collections
+import collections.abc
 import copyreg
-import dis
 import enum
-import functools
 import io
 import pickle
+import queue
 import random
 import threading
 import types
@@ -31,7 +31,8 @@ from parallelformers_ng.wire.message import TENSOR_CLASSES
 _CONTAINERS = (list, dict, set, collections.deque, bytearray, array.array, types.CellType, torch.Generator)
 # Classes of the standard library and numpy with a `__setstate__` that works in place.
 _WITH_STATE = (random.Random, io.StringIO, io.BytesIO, np.random.BitGenerator, np.random.RandomState)
-_BETWEEN_THREADS = (threading.Event, threading.Condition, threading.Semaphore)
+_BETWEEN_THREADS = (threading.Event, threading.Condition, threading.Semaphore, queue.Queue, queue.SimpleQueue)
+_NOT_FOLLOWED = (collections.abc.Iterator, memoryview)
 _SMALL_TENSOR = 1 << 16
 REMOVED = object()
 
@@ -63,7 +64,7 @@ def is_part(obj: Any, with_modules: bool) -> bool:
         return True
     if isinstance(obj, torch.Tensor):
         is_exact = type(obj) in TENSOR_CLASSES or type(obj) is nn.Parameter
-        return is_exact and obj.layout is torch.strided and obj.device.type != "meta" and not obj.is_quantized
+        return is_exact and obj.device.type != "meta" and not obj.is_quantized and not obj.is_mkldnn
     if isinstance(obj, (types.FunctionType, type)):
         return not is_library(obj.__module__ or "") and not (isinstance(obj, type) and issubclass(obj, enum.Enum))
     if isinstance(obj, (np.ndarray, *_WITH_STATE)):
@@ -116,7 +117,8 @@ def put_attribute(part: Any, name: str, value: Any) -> None:
 def items_of(part: Any) -> Any:
     """Return the items of a container, or for other mutable objects a value that differs after each change."""
     if isinstance(part, torch.Tensor):
-        if part.is_inference() or (part.device.type == "cpu" and part.nbytes <= _SMALL_TENSOR):
+        is_sparse = part.layout is not torch.strided
+        if part.is_inference() or is_sparse or (part.device.type == "cpu" and part.nbytes <= _SMALL_TENSOR):
             return part.shape, checksum(part)  # some writes leave the version counter (`_version`) as it is
     elif isinstance(part, np.ndarray) and part.dtype.hasobject:
         return part.shape, pickle.dumps(part)
@@ -136,6 +138,12 @@ def state_of(part: Any) -> Any:
     if isinstance(part, np.ndarray):
         return part.copy()
     return part.__reduce_ex__(4)[2] if isinstance(part, _WITH_STATE) else items_of(part)
+
+
+def make_resizable(tensor: torch.Tensor) -> None:
+    """Give a tensor, whose memory is that of a message, memory of its own, so that code may resize it."""
+    if tensor.layout is torch.strided and not tensor.untyped_storage().resizable():
+        tensor.data = tensor.clone()
 
 
 def put_items(part: Any, items: Any) -> None:
@@ -177,29 +185,8 @@ def put_item(part: dict[Any, Any], key: Any, value: Any) -> None:
         kind.__delitem__(part, key)
 
 
-@functools.lru_cache(4096)
-def names_of(code: types.CodeType) -> dict[str, set[str]]:
-    """Return the global variables that code and its nested functions use: name → attributes used of the variable."""
-    names: dict[str, set[str]] = {}
-    variable = None
-    for instruction in dis.get_instructions(code):
-        if instruction.opname.endswith("_GLOBAL"):
-            variable = instruction.argval
-            names.setdefault(variable, set())
-        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR") and variable is not None:
-            names[variable].add(instruction.argval)
-            variable = variable if instruction.opname.startswith("STORE") else None
-        elif instruction.opname != "COPY":
-            variable = None
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            for name, attributes in names_of(constant).items():
-                names.setdefault(name, set()).update(attributes)
-    return names
-
-
-def check_between_threads(owner: Any, name: str, value: Any) -> None:
-    """Raise NotPortableError if a value of a module or class synchronizes threads, as an `Event` or a queue does."""
-    if isinstance(value, _BETWEEN_THREADS) or type(value).__module__ in ("queue", "_queue"):
-        where = getattr(owner, "__qualname__", "") or "a module"
-        raise NotPortableError(f"{name} of {where} (a {type(value).__qualname__}) cannot be shared with the workers")
+def check_can_be_followed(value: Any, by_hook: bool) -> None:
+    """Raise NotPortableError for a value between threads, and, except of hooks, for a value that a rank changes in ways
+    that cannot be repeated here: an iterator of a library, or a view of other memory."""
+    if isinstance(value, _BETWEEN_THREADS if by_hook else (*_BETWEEN_THREADS, *_NOT_FOLLOWED)):
+        raise NotPortableError(f"a {type(value).__qualname__} cannot be shared with the workers")

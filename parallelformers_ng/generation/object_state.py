@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 import types
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +23,9 @@ from transformers.cache_utils import Cache
 
 from parallelformers_ng.errors import NotPortableError, ParallelError
 from parallelformers_ng.generation import object_parts
+from parallelformers_ng.generation.object_messages import Changes, Given
 from parallelformers_ng.generation.object_parts import REMOVED, Names, Place, attributes_of, items_of
+from parallelformers_ng.live_code.functions import globals_in, names_in
 from parallelformers_ng.live_code.object_graph import CODE, PLAIN_TYPES, is_same, values_in, walk
 from parallelformers_ng.origins import is_library
 from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickler
@@ -32,38 +34,8 @@ from parallelformers_ng.wire.message import TENSOR_CLASSES
 from parallelformers_ng.wire.signal_handlers import raise_if_of_handler
 
 _ALL = object()
-# Event with which rank 0 tells the caller that the ranks have applied the latest `ObjectState.update`.
-TAKEN = Handle("taken")
-
-
-@dataclass
-class Changes:
-    """Message with changes of mutable objects: a pickle, and the tensors to which the pickle refers by index."""
-
-    data: bytes
-    tensors: list[torch.Tensor]
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set the fields. Messages sign objects that have this method; `data` needs a signature: it is code."""
-        vars(self).update(state)
-
-
-@dataclass
-class Given:
-    """Message from which the ranks learn which mutable objects of a call the caller has found.
-
-    Attributes:
-        imported: classes and functions that a rank must import before it unpickles functions of the same modules.
-        shape: checksum of the class names of all mutable objects, in order.
-        places: classes, functions and modules that a rank may import; each with the caller's values of its attributes,
-            by name, and of its closure variables, by index.
-        is_live: whether the caller sends what other threads change during the call.
-    """
-
-    imported: list[Any]
-    shape: int
-    is_live: bool = False
-    places: list[tuple[Place, dict[str, Any], dict[int, Any]]] = field(default_factory=list)
+_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb", "putenv"})
+"""Names in code that reads or changes the environment variables."""
 
 
 class ObjectState:
@@ -98,14 +70,17 @@ class ObjectState:
                 yield from self._variables(obj)
             else:
                 yield from obj.__mro__ if isinstance(obj, type) else type(obj).__mro__
-        elif not isinstance(obj, CODE):
+        elif isinstance(obj, types.BuiltinMethodType) or not isinstance(obj, CODE):
+            object_parts.check_can_be_followed(obj, by_hook=self._stand_in is not None)
             yield from object_parts.inner(obj)
 
     def _variables(self, function: types.FunctionType) -> Iterator[Any]:
         """Track the global variables that a function uses, also those of imported modules, and yield their values."""
-        names = object_parts.names_of(function.__code__)
-        spaces: list[tuple[Any, dict[str, Any], set[str]]] = [(function, function.__globals__, {*names})]
-        for name, attributes in sorted(names.items()):
+        names, attributes = globals_in(function.__code__), names_in(function.__code__)
+        if not _ENVIRONMENT.isdisjoint(attributes):
+            yield os.environ._data  # type: ignore[attr-defined]
+        spaces: list[tuple[Any, dict[str, Any], frozenset[str]]] = [(function, function.__globals__, names)]
+        for name in sorted(names):
             module = function.__globals__.get(name)
             if isinstance(module, types.ModuleType) and not is_library(module.__name__):
                 spaces.append((module, vars(module), attributes))
@@ -126,8 +101,6 @@ class ObjectState:
         for part in self.parts:
             if isinstance(part, Place):
                 attributes = attributes_of(part)
-                for name, value in attributes.items():
-                    object_parts.check_between_threads(part, name, value)
                 cells = getattr(part, "__closure__", None) or ()
                 closed = {index: items_of(cell)[0] for index, cell in enumerate(cells) if items_of(cell)}
                 places.append((part, self._values(attributes), self._values(closed)))
@@ -153,6 +126,9 @@ class ObjectState:
                 "an object given to the call has other parts after pickling (see its __getstate__ or __reduce__), so"
                 " its changes cannot be copied back"
             )
+        for part in state.parts:
+            if isinstance(part, torch.Tensor):
+                object_parts.make_resizable(part)
         state.remember()
         return state
 

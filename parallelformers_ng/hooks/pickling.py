@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.generation.cache_handle import CacheHandle
 from parallelformers_ng.generation.call_arguments import code_of
-from parallelformers_ng.generation.object_state import Changes, Given
+from parallelformers_ng.generation.object_messages import Changes, Given
 from parallelformers_ng.live_code.packing import by_value as pickled_by_value
 from parallelformers_ng.origins import CORE, is_library
 from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickler

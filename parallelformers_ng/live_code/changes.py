@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from parallelformers_ng.live_code.content import digest, original
 from parallelformers_ng.live_code.holders import table_of, value_in
+from parallelformers_ng.live_code.loaded_by_path import has_source, is_loaded_by_path
 from parallelformers_ng.live_code.packing import CodeChanges, Digests
 from parallelformers_ng.live_code.reach import Slot, module_of, package_named_in, reach, scopes_of
 from parallelformers_ng.origins import CORE, package_of
@@ -139,21 +140,9 @@ def may_be_copied(place: str) -> bool:
 
 def is_by_value(name: str) -> bool:
     """Whether the code of a module must be pickled by value, because a rank cannot import the same code."""
-    module = sys.modules.get(name)
-    if name == "__main__" or module is None:
+    if name == "__main__" or name not in sys.modules:
         return True
-    if package_of(module) in CORE:
-        return False
-    file = getattr(module, "__file__", None)
-    parent, _, _ = name.rpartition(".")
-    path = getattr(sys.modules.get(parent), "__path__", None)
-    # importlib.util.find_spec would return the spec of the loaded module.
-    specs = (finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
-    try:
-        spec = next((spec for spec in specs if spec is not None), None)
-    except (OSError, EOFError, ImportError):  # a zip archive on the path has been deleted or replaced
-        return True
-    return spec is None or (file is not None and spec.origin != file)
+    return package_named_in(name) not in CORE and is_loaded_by_path(name) and not has_source(name)
 
 
 def _look_up(place: str) -> Any:

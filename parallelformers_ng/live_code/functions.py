@@ -69,9 +69,9 @@ def words_in(code: types.CodeType) -> frozenset[str]:
 
 @functools.cache
 def globals_in(code: types.CodeType) -> frozenset[str]:
-    """The names that a code object, or a nested function or class, looks up in its globals."""
+    """The names that a code object, or a nested function or class, looks up or assigns in its globals."""
     instructions = (each for inner in codes_in(code) for each in dis.get_instructions(inner))
-    return frozenset(each.argval for each in instructions if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return frozenset(each.argval for each in instructions if each.opname.endswith(("_GLOBAL", "LOAD_NAME")))
 
 
 @functools.cache

@@ -26,10 +26,12 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, range, torch.dtype, 
 PLAIN_TYPES = frozenset(PLAIN)
 CODE = (type, types.FunctionType, types.ModuleType, types.BuiltinFunctionType, nn.Module)
 _OF_THE_USER = (
-    types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, LogitsProcessor,
-    StoppingCriteria,
+    types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, collections.ChainMap,
+    LogitsProcessor, StoppingCriteria, BaseException,
 )  # fmt: skip
 """Classes of libraries whose objects have the user's values as attributes."""
+_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+"""Classes of bound methods, also of C, such as `seen.append`; the `__self__` of a function of C is its module."""
 _SEQUENCES = (list, tuple, set, frozenset, collections.deque)
 
 
@@ -51,10 +53,10 @@ def walk(roots: Iterable[Any], inside: Callable[[Any], Iterable[Any]]) -> Iterat
 
 def children_of(value: Any) -> Iterator[Any]:
     """Yield the values directly inside a value. Classes, modules, tensors and arrays have none here."""
-    if isinstance(value, types.MethodType):
-        yield from (value.__func__, value.__self__)
+    if isinstance(value, _METHODS):
+        yield from (getattr(value, "__func__", None), value.__self__)
     elif isinstance(value, functools.partial):
-        yield from (value.func, *value.args, *value.keywords.values())
+        yield from (value.func, *value.args, value.keywords)
     elif (function := function_behind(value)) is not None:
         yield function
     elif isinstance(value, types.FunctionType) and not is_known(value):
@@ -148,4 +150,8 @@ def is_same(now: Any, before: Any) -> bool:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    parts = [tensor] if tensor.layout is torch.strided else tensor.__reduce_ex__(4)[1][1]  # indices and values
+    tensors = (part.detach().cpu().contiguous() for part in parts if isinstance(part, torch.Tensor))
+    # Copies, because `numpy` would forbid later changes of the tensor's size.
+    values = (part.reshape(-1).view(torch.uint8).clone().numpy() for part in tensors)
+    return functools.reduce(lambda before, part: zlib.crc32(part, before), values, 0)

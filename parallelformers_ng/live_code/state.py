@@ -34,7 +34,7 @@ class State:
     """
 
     def __init__(self, value: Any) -> None:
-        self._parts: list[tuple[Any, Callable[[Any], Any], Any]] = []
+        self._parts: list[tuple[Any, type, Callable[[Any], Any], Any]] = []
         count = 0
         for part in walk([value], children_of):
             if count >= _MAX_ITEMS:
@@ -45,7 +45,7 @@ class State:
             read_attributes = vars if attributes is getattr(part, "__dict__", None) else own_attributes
             for read, content in ((items_of, items), (read_attributes, attributes)):
                 if content is not None:
-                    self._parts.append((part, read, snapshot(content)))
+                    self._parts.append((part, type(part), read, snapshot(content)))
                     count += len(content)
         self.is_too_large = count >= _MAX_ITEMS
 
@@ -54,11 +54,14 @@ class State:
 
     def holds(self) -> bool:
         """Whether no object has changed since the snapshot."""
-        return all(has_same(read(part), before) for part, read, before in self._parts)
+        return all(type(part) is cls and has_same(read(part), before) for part, cls, read, before in self._parts)
 
     def has_other_code(self) -> bool:
-        """Whether a function, a class or a module was put into, or taken out of, an object."""
-        for part, read, before in self._parts:
+        """Whether a function, a class or a module was put into, or taken out of, an object, or an object's class was
+        exchanged."""
+        for part, cls, read, before in self._parts:
+            if type(part) is not cls:
+                return True
             if not has_same(now := read(part), before):
                 contents = before, snapshot(now)
                 first, second = ({id(value): value for value in values_in(content)} for content in contents)

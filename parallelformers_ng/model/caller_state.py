@@ -194,10 +194,9 @@ class Edits:
         self._count = 0
         self._moved: dict[tuple[str, str], int] = {}  # attribute → its last recorded number in `LiveCode.moved`
         self._lock = threading.Lock()
-        # What a group has received: configurations, numbers of changes of attributes and of code, environment
-        # variables.
-        self._of_new_workers = self._built, 0, 0, {**_VARIABLES}
-        self._known = weakref.WeakKeyDictionary[WorkerGroup, tuple[Snapshot, int, int, dict[Any, Any]]]()
+        # What a group has received: configurations, numbers of changes of attributes and of code.
+        self._of_new_workers = self._built, 0, 0
+        self._known = weakref.WeakKeyDictionary[WorkerGroup, tuple[Snapshot, int, int]]()
 
     @property
     def model(self) -> Any:
@@ -244,12 +243,13 @@ class Edits:
     def put_into(self, call: Call, group: WorkerGroup) -> Callable[[], None]:
         """Add to a call the changes that the workers do not have yet; return the function to call after the request has
         succeeded."""
-        known_configs, time, code_count, variables = self._known.get(group, self._of_new_workers)
+        known_configs, time, code_count = self._known.get(group, self._of_new_workers)
+        variables = group.environment
         if code_count != (codes := self.code_count(call.method == "__call__")):
             call.code = self._code.changes
         configs, count = self._configurations(), self._count
         if time == count and code_count == codes and variables == _VARIABLES and known_configs.still_holds(configs):
-            return lambda: None
+            return functools.partial(_note_environment, group, variables)
         current, variables_now = Snapshot(configs), {**_VARIABLES}
         for name in variables.keys() | variables_now.keys():
             value = variables_now.get(name)
@@ -273,7 +273,8 @@ class Edits:
                 call.code = self._code.changes
 
         def arrived() -> None:
-            self._known[group] = current, count, codes, variables_now
+            self._known[group] = current, count, codes
+            _note_environment(group, variables_now)
 
         return arrived
 
@@ -282,6 +283,14 @@ class Edits:
             f"{path}.{name}" if path else name: getattr(self.model.get_submodule(path) if path else self.model, name)
             for path, name in self._owners
         }
+
+
+def _note_environment(group: WorkerGroup, sent: dict[Any, Any]) -> None:
+    """Record the environment that ranks have after a call. They may have what other threads changed during the call, or
+    not, so the next call sends it again."""
+    if sent != _VARIABLES:
+        sent = sent | {name: ... for name, _ in sent.items() ^ {**_VARIABLES}.items()}
+    group.environment = sent
 
 
 _CONTAINERS = (list, dict, set)

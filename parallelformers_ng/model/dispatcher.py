@@ -15,8 +15,9 @@ from transformers.cache_utils import Cache
 from parallelformers_ng.errors import GroupError, NotPortableError, WorkerError
 from parallelformers_ng.generation.caches import PLAIN, map_caches, map_handles
 from parallelformers_ng.generation.call_arguments import roots_of, stateful_arguments, tensors_of
+from parallelformers_ng.generation.object_messages import TAKEN
 from parallelformers_ng.generation.object_parts import put_items
-from parallelformers_ng.generation.object_state import TAKEN, ObjectState
+from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.generation.streaming import deliver
 from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.model.caller_state import Adapters, Edits, RandomStream

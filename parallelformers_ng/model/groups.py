@@ -16,11 +16,13 @@ from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.hosts.launcher_choice import elsewhere
+from parallelformers_ng.live_code.loaded_by_path import specs_by_path
 from parallelformers_ng.option_checks import read_options
 from parallelformers_ng.options import FitOptions, WorkerOptions
 from parallelformers_ng.runtime.cores import threads_of_rank
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.placement import check_platform, placement
+from parallelformers_ng.runtime.spawn import module_path
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy_registry import written_policies
 from parallelformers_ng.wire.frame import FileDescriptor
@@ -104,6 +106,7 @@ class StoredModel:
     def revive(self, make_group: Callable[[], WorkerGroup]) -> WorkerGroup:
         group = make_group()
         try:
+            group.call("extend_path", module_path(), specs_by_path())
             group.call("build", self.skeleton)
             self.load(group)
         except BaseException:

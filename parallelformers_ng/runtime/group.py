@@ -61,6 +61,7 @@ class WorkerGroup:
         owner: id of the process that started the group; other processes cannot use the group.
         check_process: function without arguments that raises WrongProcessError in a process other than `owner`.
         hosts: the `Hosts` that started the ranks; None if this process started the ranks.
+        environment: the encoded environment variables that the ranks have.
         user: weak reference to the object that uses the group, or None; see `in_use`.
         submit: method of `RequestLoop` that queues a request without waiting for its answers.
         do_later: method of `RequestLoop` that makes the group's thread call a function later.
@@ -95,6 +96,7 @@ class WorkerGroup:
         self.device_names = [f"{device}:{index}" for index in device_ids or range(first, first + world_size)]
         if reason := why_unserved(backend, device, device_ids):
             raise PlacementError(reason)
+        self.environment: dict[Any, Any] = {**os.environ._data}  # type: ignore[attr-defined]
         self.user: weakref.ref[Any] | None = None
         self.hosts = None if hosts is None else hosts()
         arena: Any = self.hosts or startup.create_arena(world_size)

@@ -129,7 +129,7 @@ class ByValuePickler(cloudpickle.Pickler):
         make, args, state, *no_items, fill = reduced
         if isinstance(obj, type):
             state[0]["__qualname__"] = obj.__qualname__
-            if vars(obj).get("__slots__") and not isinstance(obj, enum.EnumMeta):
+            if "__slots__" in vars(obj) and not isinstance(obj, enum.EnumMeta):
                 args[3]["__slots__"] = obj.__slots__  # type: ignore[attr-defined]  # else the copy has a `__dict__`
         else:
             *code, empty = args

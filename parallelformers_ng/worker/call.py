@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from parallelformers_ng.generation.object_state import Changes, Given
+from parallelformers_ng.generation.object_messages import Changes, Given
 from parallelformers_ng.live_code.packing import CodeChanges
 from parallelformers_ng.runtime.request import described
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters

@@ -131,11 +131,12 @@ class ChangedState:
         self._model, self._plan = model, plan
         self._sends = rank % plan.stage_width == 0
         self._own = own_names(model)
+        self.has_own_code = bool(self._own)
         self._paths: dict[int, str] = {}
         self._unseen: dict[Key, bool] = {}  # key → whether the old object itself was changed
         self._changed_at = 0
         self._buffers, self._weights = list[_WatchedTensor](), list[_WatchedTensor]()
-        self._watches_weights = bool(self._own)
+        self._watches_weights = self.has_own_code
         for path, module in model.named_modules():
             self._paths[id(module)] = path
             own = self._own.get(path, frozenset()) | self._own.get(path.rpartition(".")[0], frozenset())

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import importlib
 import os
 import random
-import sys
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
@@ -36,13 +34,16 @@ from parallelformers_ng.generation.lockstep import (
     devices_alike,
     shared_draws,
 )
-from parallelformers_ng.generation.object_state import Changes, ObjectState
+from parallelformers_ng.generation.object_messages import Changes
+from parallelformers_ng.generation.object_parts import make_resizable
+from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.generation.step_masks import known_masks
 from parallelformers_ng.generation.streaming import EmittingStreamer
 from parallelformers_ng.hooks.installed import InstalledHooks
 from parallelformers_ng.kernels.operators import serve_stock_code
 from parallelformers_ng.kernels.step_kernels import StepKernels, install_stacks
 from parallelformers_ng.live_code.changes import AppliedChanges, differences
+from parallelformers_ng.live_code.loaded_by_path import extend_path
 from parallelformers_ng.live_code.packing import CodeChanges
 from parallelformers_ng.runtime import titles
 from parallelformers_ng.runtime.failures import Description, describe
@@ -81,12 +82,7 @@ class ModelRunner(RankWeights):
     """
 
     differences = staticmethod(differences)
-
-    @staticmethod
-    def extend_path(paths: list[str]) -> None:
-        """Add the caller's import paths to this rank's: the group may have started before the caller added paths."""
-        sys.path += [path for path in paths if path not in sys.path]
-        importlib.invalidate_caches()
+    extend_path = staticmethod(extend_path)
 
     def __init__(self, rank: int, world_size: int, device: torch.device, communicator: Communicator, emit: Any) -> None:
         super().__init__(rank, device, emit)
@@ -166,7 +162,9 @@ class ModelRunner(RankWeights):
             live = LiveChanges(self.emit, state) if followed.is_live else None
         self._running = call.cache_block, state
         tensors = tensors_of(args, kwargs)
-        versions = [tensor._version for tensor in tensors]
+        for tensor in tensors if self.state.has_own_code else ():
+            make_resizable(tensor)
+        before = [(tensor._version, tensor.shape) for tensor in tensors]
         if call.has_caches:
             args, kwargs = map_handles((args, kwargs), lambda handle: self._take_cache(handle, used))
         if call.streams:
@@ -203,7 +201,7 @@ class ModelRunner(RankWeights):
             rng=draws.moved(),
             caches={number: self.caches.info(number) for number in used},
             states=None if state is None else state.changes(),
-            written={i: each for i, each in enumerate(tensors) if each._version != versions[i]},
+            written={i: each for i, each in enumerate(tensors) if (each._version, each.shape) != before[i]},
             uncaptured=uncaptured(),
             hook_changes=None if call.hooks is None else self.hooks.changes(call.cache_block),
             draws=None if call.draws is None else changed_draws(call.draws),

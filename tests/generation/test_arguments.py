@@ -6,9 +6,11 @@ from __future__ import annotations
 import array
 import collections
 import dataclasses
+import functools
 import io
 import itertools
 import logging
+import os
 import random
 import threading
 import time
@@ -138,6 +140,38 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], 
         lambda p: setattr(p.x, "n", p.x.n + 1),
         lambda p: p.x.n,
     ),
+    "ChainMap": (
+        lambda: collections.ChainMap({"n": 0}, {"m": 1}),
+        lambda p: p.x.update(n=p.x["n"] + p.x["m"]),
+        lambda p: dict(p.x),
+    ),
+    "keywords of a partial function": (
+        lambda: functools.partial(print, end=""),
+        lambda p: p.x.keywords.update(end=p.x.keywords["end"] + "a"),
+        lambda p: p.x.keywords,
+    ),
+    "method of a list": (lambda: [0].append, lambda p: p.x(len(p.x.__self__)), lambda p: p.x.__self__),
+    "method of a dictionary": (lambda: {0: 0}.__setitem__, lambda p: p.x(1, 2), lambda p: p.x.__self__),
+    "exception": (
+        lambda: ValueError("x"),
+        lambda p: setattr(p.x, "n", getattr(p.x, "n", 0) + 1),
+        lambda p: (p.x.n, p.x.args),
+    ),
+    "sparse tensor": (lambda: torch.eye(2).to_sparse(), lambda p: p.x.mul_(2), lambda p: p.x.to_dense().tolist()),
+    "sparse tensor with other indices": (
+        lambda: torch.eye(2).to_sparse(),
+        lambda p: p.x.add_(torch.ones(2, 2).to_sparse()),
+        lambda p: p.x.to_dense().tolist(),
+    ),
+    "sparse rows": (lambda: torch.eye(2).to_sparse_csr(), lambda p: p.x.mul_(2), lambda p: p.x.to_dense().tolist()),
+    "resized tensor": (lambda: torch.zeros(2), lambda p: p.x.resize_(3).fill_(1), lambda p: p.x.tolist()),
+    "iterator": (lambda: iter([1, 2, 3, 4, 5]), lambda p: next(p.x), lambda p: next(p.x)),
+    "map": (lambda: map(abs, [1, 2, 3, 4, 5]), lambda p: next(p.x), lambda p: next(p.x)),
+    "memoryview": (
+        lambda: memoryview(bytearray(1)),
+        lambda p: p.x.__setitem__(0, p.x[0] + 1),
+        lambda p: bytes(p.x),
+    ),
     "count": (itertools.count, lambda p: next(p.x), lambda p: repr(p.x)),
     "StringIO": (io.StringIO, lambda p: p.x.write("a"), lambda p: p.x.getvalue()),
     "BytesIO": (io.BytesIO, lambda p: p.x.write(b"a"), lambda p: p.x.getvalue()),
@@ -255,6 +289,34 @@ def test_objects_given_to_forward_and_to_own_methods(groups) -> None:
     assert results[0] == results[1]
 
 
+def append_length(append: Callable[[int], None], batch: int, ids: torch.Tensor) -> list[int]:
+    append(len(ids))
+    return [7]
+
+
+def test_call_appends_by_the_method_of_a_list(whole, cut) -> None:
+    for model in (whole, cut):
+        seen: list[int] = []
+        allowed = functools.partial(append_length, seen.append)
+        model.generate(prompt(5), prefix_allowed_tokens_fn=allowed, **OPTIONS)
+        assert seen == [5, 6, 7]
+
+
+class Resizing(LlamaForCausalLM):
+    """Resizes a tensor that its forward is given."""
+
+    def forward(self, input_ids=None, scratch=None, **kwargs: Any) -> Any:
+        scratch.resize_(3).fill_(2.0)
+        return super().forward(input_ids=input_ids, **kwargs)
+
+
+def test_call_resizes_a_tensor_given_to_it(groups) -> None:
+    model, scratch = Resizing(decoder("Llama").config).eval(), torch.zeros(1)
+    with parallelize(model, workers=groups(2)):
+        model(prompt(5), scratch=scratch)
+    assert scratch.tolist() == [2.0, 2.0, 2.0]
+
+
 def test_what_cannot_come_home_is_refused_before(groups, cut) -> None:
     seen = []
 
@@ -315,13 +377,15 @@ def _flags() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
         "global": (_by_global, lambda c: _set_global()),
         "list": (lambda c: bool(_cell), lambda c: _cell.append(True)),
         "module": (lambda c: settings.stop, lambda c: setattr(settings, "stop", True)),
+        "environment": (lambda c: os.environ.get("STOP") == "1", lambda c: os.environ.update(STOP="1")),
         "event": (lambda c: c.event.is_set(), lambda c: c.event.set()),
         "event of a module": (lambda c: settings.event.is_set(), lambda c: settings.event.set()),
     }
 
 
 @pytest.mark.parametrize("batching", [False, True])
-def test_flag_of_another_thread_stops_the_call(groups, batching: bool, caplog) -> None:
+def test_flag_of_another_thread_stops_the_call(groups, batching: bool, caplog, monkeypatch) -> None:
+    monkeypatch.setenv("STOP", "0")
     caplog.set_level(logging.ERROR, "parallelformers_ng")
     with parallelize(decoder("Llama"), workers=groups(2), batching=batching) as model:
         model.generate(prompt(5), stopping_criteria=[Flagged(lambda c: True)], **LONG)

@@ -159,3 +159,31 @@ def test_decoder_half_of_a_cache_can_be_passed(groups) -> None:
         want = play(t5())
     with parallelize(t5(), workers=groups(2)) as model:
         assert_same(play(model), want)
+
+
+class Counting(DynamicCache):
+    """Counts its updates, and has tensors of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.updates, self.step, self.kept = 0, 1, None
+
+    def update(self, keys: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.updates += self.step
+        self.kept = keys
+        return super().update(keys, *args, **kwargs)
+
+
+def test_attributes_of_a_users_cache_class(llama: Pair) -> None:
+    counts = []
+    for model in (llama.whole, llama.parallel):
+        cache = Counting()
+        decode_by_hand(model, cache)
+        counts.append(cache.updates)
+        cache.step = 10
+        decode_by_hand(model, cache)
+        counts.append(cache.updates)
+        assert not hasattr(cache, "other")
+    assert counts[:2] == counts[2:]
+    with pytest.raises(ParallelError, match="kept of this Counting has tensors"):
+        _ = cache.kept

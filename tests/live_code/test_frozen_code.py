@@ -79,6 +79,11 @@ class Scaling:
         return states + 0.5
 
 
+class OtherScaling(Scaling):
+    def shift(self, states: torch.Tensor) -> torch.Tensor:
+        return states - 0.5
+
+
 SCALING = Scaling()
 
 
@@ -129,6 +134,7 @@ CHANGES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         lambda patch: patch.setattr(SCALING, "shift", types.MethodType(tripled, SCALING), raising=False),
         "SCALING",
     ),
+    "class of an object": (lambda patch: patch.setattr(SCALING, "__class__", OtherScaling), "SCALING"),
     "deleted method": (lambda patch: patch.delattr(OwnMLP, "scaled"), "OwnMLP.scaled"),
     "property": (lambda patch: patch.setattr(OwnMLP, "act_fn", property(lambda self: abs), raising=False), "act_fn"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -53,6 +54,16 @@ class MLP(modeling_llama.LlamaMLP):
     def forward(self, x):
         late = getattr(settings, "LATE", 1.0) * settings.OPTIONS.scale * settings.OPTIONS.nested["scale"]
         return super().forward(x) * settings.SCALE * settings.product() * late
+"""
+
+BY_PATH = """
+from transformers.models.llama import modeling_llama
+from .scales import scaled
+
+class MLP(modeling_llama.LlamaMLP):
+    def forward(self, x):
+        from .scales import SCALE
+        return scaled(super().forward(x)) * SCALE
 """
 
 
@@ -212,3 +223,31 @@ def test_attributes_of_local_classes_reach_the_next_call(groups) -> None:
         for name in ("factor", "late"):
             setattr(Scaled, name, 0.5)
             assert_agree(cut, whole, prompt())
+
+
+def test_package_loaded_by_path(groups, tmp_path: Path) -> None:
+    """A package of two files that is not on the import path: its code imports the other file also inside a function."""
+    (tmp_path / "scales.py").write_text("SCALE = 2.0\n\ndef scaled(states):\n    return states * SCALE\n")
+    (tmp_path / "__init__.py").write_text("from .parts import MLP\n")
+    (tmp_path / "parts.py").write_text(BY_PATH)
+    place = importlib.util.spec_from_file_location(
+        "package_by_path", tmp_path / "__init__.py", submodule_search_locations=[str(tmp_path)]
+    )
+    assert place is not None
+    assert place.loader is not None
+    package = sys.modules["package_by_path"] = importlib.util.module_from_spec(place)
+    place.loader.exec_module(package)
+    scales = sys.modules["package_by_path.scales"]
+    whole, cut = decoder("Llama"), decoder("Llama")
+    for model in (whole, cut):
+        for layer in model.model.layers:
+            layer.mlp.__class__ = package.MLP
+    scales.SCALE = 3.0  # type: ignore[attr-defined]
+    try:
+        with parallelize(cut, workers=groups(2)):
+            assert_agree(cut, whole, prompt())
+            scales.SCALE = 0.5  # type: ignore[attr-defined]
+            assert_agree(cut, whole, prompt())
+    finally:
+        for name in [name for name in sys.modules if name.startswith("package_by_path")]:
+            del sys.modules[name]
