@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
+import struct
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.errors import GroupError
-from parallelformers_ng.wire.by_value import ReferenceUnpickler
+from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickler
 
 T = TypeVar("T")
 
@@ -84,16 +84,25 @@ def _packed(value: Any, device: torch.device) -> Tensor:
 
     The result is a uint8 tensor of at least `FIRST_BYTES`.
     """
+    tensors: list[tuple[int, Tensor]] = []
+    end = 0
+
+    def reference(item: Any) -> tuple[int, tuple[int, ...], torch.dtype] | None:
+        nonlocal end
+        if not isinstance(item, Tensor):
+            return None
+        place, end = end, _aligned(end + item.nbytes)
+        tensors.append((place, item))
+        return place, tuple(item.shape), item.dtype
+
     buffer = io.BytesIO()
-    pickler = _TensorPickler(buffer)
-    pickler.dump(value)
-    text = buffer.getvalue()
-    begin = _aligned(2 * _WORD + len(text))
-    data = torch.empty(max(begin + pickler.end, FIRST_BYTES), dtype=torch.uint8)
-    data[: 2 * _WORD].view(torch.int64).copy_(torch.tensor([begin + pickler.end, len(text)]))
-    data[2 * _WORD : 2 * _WORD + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    ReferencePickler(buffer, reference).dump(value)
+    begin = _aligned(2 * _WORD + buffer.tell())
+    head = struct.pack("=2q", begin + end, buffer.tell()) + buffer.getvalue()
+    data = torch.empty(max(begin + end, FIRST_BYTES), dtype=torch.uint8)
+    data[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
     data = data.to(device)
-    for place, tensor in pickler.tensors:
+    for place, tensor in tensors:
         if tensor.numel():
             start = begin + place
             data[start : start + tensor.nbytes].view(tensor.dtype).copy_(tensor.detach().reshape(-1))
@@ -114,19 +123,3 @@ def _unpacked(data: Tensor) -> Any:
 
 def _aligned(place: int) -> int:
     return -(-place // _LINE) * _LINE
-
-
-class _TensorPickler(pickle.Pickler):
-    """A pickler that writes a tensor's byte offset, shape and data type instead of its numbers; see `tensors`."""
-
-    def __init__(self, buffer: io.BytesIO) -> None:
-        super().__init__(buffer, protocol=5)
-        self.tensors: list[tuple[int, Tensor]] = []
-        self.end = 0
-
-    def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return None
-        place, self.end = self.end, _aligned(self.end + value.nbytes)
-        self.tensors.append((place, value))
-        return place, tuple(value.shape), value.dtype

@@ -71,15 +71,11 @@ class KernelTrial:
         reason = agree(self._kernels.obstacle)
         if not reason:
             saved = snapshot()
-            # All ranks must start the comparison or none, because it runs more collectives: agree on that first.
-            reason = agree(lambda: self._unserved(step))
-            _restore(saved)
-        if not reason:
-            reason = agree(lambda: self._differ(step))
-            _restore(saved)
-        if not reason:
-            reason = agree(lambda: self._slower(step, saved, counts), of_first=True)
-            _restore(saved)
+            # All ranks must start the comparison or none, because it runs more collectives: `_unserved` comes first.
+            slower = functools.partial(self._slower, saved, counts)
+            for check in (self._unserved, self._differ, slower):
+                reason = reason or agree(functools.partial(check, step), of_first=check is slower)
+                _restore(saved)
         self.mode = "modules" if reason else "kernels"
         if self._communicator.rank == 0:
             result = f"are left to their operators: {reason}" if reason else "are computed by the Triton kernels"
@@ -96,7 +92,7 @@ class KernelTrial:
         difference: str = self._kernels.difference()
         return difference
 
-    def _slower(self, step: Callable[[], Any], saved: Sequence[tuple[Tensor, Tensor]], counts: Sequence[Tensor]) -> str:
+    def _slower(self, saved: Sequence[tuple[Tensor, Tensor]], counts: Sequence[Tensor], step: Callable[[], Any]) -> str:
         starts = [copy for tensor, copy in saved if any(tensor is count for count in counts)]
         with self._kernels.computing("kernels"):
             self._recorder.warm_up(step)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -54,19 +53,6 @@ class ReusableLayer(StaticLayer):
         self.narrow(rows)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if key_states.shape[-2] > 1 or not self.is_initialized or not _tokens_are_placed_alike():
-            return super().update(key_states, value_states, *args, **kwargs)
-        return self._place(key_states, value_states)
-
-    def _place(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Add one token, `[rows, heads, 1, width]`, with two kernels less than transformers' static layer."""
-        position = self.cumulative_length.view(1)
-        self.keys.index_copy_(2, position, key_states)
-        self.values.index_copy_(2, position, value_states)
-        self.cumulative_length.add_(1)
-        return self.keys, self.values
-
     def release(self) -> None:
         """Free the memory, even if other objects refer to this layer."""
         self.whole = self.keys = self.values = None
@@ -91,11 +77,9 @@ class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
     """A reusable layer that keeps only the tokens of a sliding window, and also counts the tokens in Python."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if key_states.shape[-2] > 1 or not self.is_initialized or not (self.is_full or _tokens_are_placed_alike()):
-            return super(ReusableLayer, self).update(key_states, value_states, *args, **kwargs)
+        if key_states.shape[-2] > 1 or not self.is_full:
+            return super().update(key_states, value_states, *args, **kwargs)
         self.cumulative_length_int += 1
-        if self.cumulative_length_int <= self.max_cache_len:
-            return self._place(key_states, value_states)
         # transformers would make an index out of Python numbers here, which no CUDA graph can record
         for states, new in ((self.keys, key_states), (self.values, value_states)):
             states.copy_(torch.cat((states[:, :, 1:], new), dim=-2))
@@ -109,27 +93,6 @@ class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
     def renew(self) -> None:
         super().renew()
         self.cumulative_length_int = 0
-
-
-@functools.cache
-def _tokens_are_placed_alike() -> bool:
-    """Whether the installed transformers stores and counts a new token as `ReusableLayer._place` does."""
-    with torch.inference_mode(), torch.device("cpu"):
-        states = torch.arange(1.0, 9.0).view(2, 1, 2, 2)
-        one = states[:, :, :1]
-        for own_layer, stock_layer in (
-            (ReusableLayer(4), StaticLayer(4)),
-            (ReusableWindowLayer(4, 4), StaticSlidingWindowLayer(4, 4)),
-        ):
-            own_layer.whole, own_layer.on_move = None, lambda: None
-            for layer in (own_layer, stock_layer):
-                layer.update(states, -states)
-            placed, usual = own_layer._place(one, -one), stock_layer.update(one, -one)
-            if not all(
-                map(torch.equal, (*placed, own_layer.cumulative_length), (*usual, stock_layer.cumulative_length))
-            ):
-                return False
-    return True
 
 
 _REUSABLE: dict[type, type[ReusableLayer]] = {StaticLayer: ReusableLayer, StaticSlidingWindowLayer: ReusableWindowLayer}
@@ -175,7 +138,6 @@ class ReusableCache:
             layer.__class__ = _REUSABLE[type(layer)]
             layer.whole, layer.on_move = None, self.forget_steps
         self._windows = [layer for layer in self.layers if isinstance(layer, ReusableWindowLayer)]
-        _tokens_are_placed_alike()  # its result is cached: run the check now, not in a recorded step
 
     def forget_steps(self) -> None:
         """Destroy all CUDA graphs. A graph and its cache refer to each other, so both would stay in memory."""

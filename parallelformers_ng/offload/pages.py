@@ -105,7 +105,9 @@ def replace_by_copies(places: Sequence[tuple[Stretch, MappedFile]]) -> None:
     memory: list[int] = []
     try:
         for stretch, _ in places:
-            memory.append(_memory_for(stretch))
+            # `reserve` keeps the offset within a huge page, so that `mremap` can move huge pages whole.
+            memory.append(reserve(stretch.length, stretch.start))
+            libc().madvise(memory[-1], stretch.length, _HUGEPAGE)  # huge pages are set up in a fifth of the time
         reads = [
             _readers().submit(_read, stretch, source, done, start)
             for (stretch, source), start in zip(places, memory, strict=True)
@@ -126,17 +128,6 @@ def replace_by_copies(places: Sequence[tuple[Stretch, MappedFile]]) -> None:
 def show_file(stretch: Stretch, source: MappedFile) -> None:
     """Map the file at a range of pages again, in the place of the copy that `replace_by_copies` has made."""
     put(*stretch, source.descriptor, stretch.start - source.start)
-
-
-def _memory_for(stretch: Stretch) -> int:
-    """Map new memory as long as `stretch`, and return its address.
-
-    The memory may have huge pages of 2 MB, which the kernel sets up in a fifth of the time. Its offset within a huge
-    page is that of `stretch`, so that `mremap` can move huge pages whole.
-    """
-    start = reserve(stretch.length, stretch.start)
-    libc().madvise(start, stretch.length, _HUGEPAGE)
-    return start
 
 
 def _read(stretch: Stretch, source: MappedFile, skipped: int, start: int) -> None:

@@ -60,10 +60,6 @@ def operator(schema: str, launches: Callable[..., tuple[Sequence[Launch], Any]])
     return getattr(torch.ops.parallelformers_ng, name).default
 
 
-def power_of_two(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()
-
-
 # Number of Triton programs that keep the largest cards busy: about four for each multiprocessor.
 _PROGRAMS = 512
 

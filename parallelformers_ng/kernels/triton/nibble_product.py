@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from parallelformers_ng.kernels.triton.byte_product import at_once, product_launches, weight_and_tile
-from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two
+from parallelformers_ng.kernels.triton.launch import Launch, operator
 
 GROUP = 32
 _GROUPS_AT_ONCE = 8
@@ -151,7 +151,7 @@ def nibble_product_launches(
     others = {"x": pairs, "inputs": pairs.shape[1], "x_row": pairs.stride(0), "group_steps": groups // group_step}
     constants: dict[str, Any] = {
         "PTX": isinstance(nibble_product_kernel, triton.JITFunction),
-        "ROWS": max(_MIN_ROWS, power_of_two(len(x))),
+        "ROWS": max(_MIN_ROWS, triton.next_power_of_2(len(x))),
         "GROUPS": at_once(_GROUPS_AT_ONCE, len(x)),
         "GROUP_STEP": group_step,
     }

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two
+from parallelformers_ng.kernels.triton.launch import Launch, operator
 from parallelformers_ng.kernels.triton.partial_results import load_sum, row_distance
 
 # Widest row that the registers of a program hold.
@@ -55,7 +55,7 @@ def norm_launches(
         w: weight of the norm, `[columns]`.
     """
     columns = x.shape[-1]
-    rows, block = x.reshape(-1, columns), power_of_two(columns)
+    rows, block = x.reshape(-1, columns), triton.next_power_of_2(columns)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     s = y if d is None else torch.empty_like(y)
     arguments: dict[str, Any] = {"x": rows, "d": d, "w": w, "s": s, "y": y, "columns": columns, "epsilon": epsilon}

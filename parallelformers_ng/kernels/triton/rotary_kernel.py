@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two
+from parallelformers_ng.kernels.triton.launch import Launch, operator
 from parallelformers_ng.kernels.triton.partial_results import load_sum, row_distance
 
 
@@ -111,7 +111,7 @@ def rotary_launches(
     arguments |= {"cos_row": row_step(cos), "sin_row": row_step(sin), "position_row": row_step(positions)}
     arguments |= {"key_row": keys.stride(0), "key_head": keys.stride(1)}
     arguments |= {"value_row": values.stride(0), "value_head": values.stride(1)}
-    constants: dict[str, Any] = {"SPLITS": len(q), "HALF": width // 2, "BLOCK": power_of_two(width // 2)}
+    constants: dict[str, Any] = {"SPLITS": len(q), "HALF": width // 2, "BLOCK": triton.next_power_of_2(width // 2)}
     return (Launch(rotary_kernel, (rows, heads + 2 * kv_heads), arguments, constants, warps=1),), rotated
 
 

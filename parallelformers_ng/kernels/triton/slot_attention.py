@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two, splits_for
+from parallelformers_ng.kernels.triton.launch import Launch, operator, splits_for
 from parallelformers_ng.kernels.triton.rotary_kernel import row_step
 
 # Smallest size of each dimension of a matrix product (`tl.dot`) that Triton compiles.
@@ -135,7 +135,7 @@ def attention_launches(
     """
     rows, kv_heads, room, width = keys.shape
     heads = q.shape[1] // width
-    splits = splits_of(power_of_two(rows) * kv_heads, room)
+    splits = splits_of(triton.next_power_of_2(rows) * kv_heads, room)
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts = torch.empty((rows * heads, splits, width), dtype=torch.float32, device=q.device)
     largest, sums = (parts.new_empty((rows * heads, splits)) for _ in range(2))
@@ -145,11 +145,11 @@ def attention_launches(
     arguments |= {"q_row": q.stride(0), "key_row": keys.stride(0), "key_head": keys.stride(1)}
     arguments |= {"value_row": values.stride(0), "value_head": values.stride(1)}
     arguments |= {"mask_row": 0 if mask is None else row_step(mask), "length_row": row_step(lengths)}
-    shape: dict[str, Any] = {"WIDTH": width, "BLOCK": max(MIN_SIDE, power_of_two(width))}
-    queries = max(MIN_SIDE, power_of_two(heads // kv_heads))
+    shape: dict[str, Any] = {"WIDTH": width, "BLOCK": max(MIN_SIDE, triton.next_power_of_2(width))}
+    queries = max(MIN_SIDE, triton.next_power_of_2(heads // kv_heads))
     split_shape = shape | {"QUERIES": queries, "KEYS": _KEYS_AT_ONCE}
     first = Launch(split_kernel, (rows * kv_heads, splits), arguments, split_shape, stages=2)
-    combined, sum_shape = partial | {"counter": counter, "y": y}, shape | {"SPLITS": power_of_two(splits)}
+    combined, sum_shape = partial | {"counter": counter, "y": y}, shape | {"SPLITS": triton.next_power_of_2(splits)}
     return (first, Launch(combine_kernel, (rows * heads,), combined, sum_shape)), y
 
 
