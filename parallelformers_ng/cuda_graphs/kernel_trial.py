@@ -24,16 +24,16 @@ from parallelformers_ng.collectives.shared_result import agreed
 from parallelformers_ng.cuda_graphs.masks import masks_converted_once
 from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, CudaRecorder
 
-# How a step runs: by the modules; by the modules, with a check whether the kernels support the step; by both, layer by
-# layer, with a comparison; by the kernels.
+# How a step runs. modules: by the modules. watched: by the modules, with a check whether the kernels support the step.
+# both: by kernels and modules, which are compared layer by layer. kernels: by the kernels.
 KernelMode: TypeAlias = Literal["modules", "watched", "both", "kernels"]
-# Number of timed replays of a CUDA graph; the fastest replay counts.
+# A CUDA graph is timed in this number of replays, and the fastest replay counts.
 REPLAYS = 5
 log = logging.getLogger("parallelformers_ng")
 
 
 class KernelTrial:
-    """The trial that decides whether one model's decode steps use kernels or modules.
+    """Decides once whether kernels or modules compute one model's decode steps.
 
     Args:
         kernels: `kernels.step_kernels.StepKernels`; not imported, because its package imports this one.
@@ -71,7 +71,7 @@ class KernelTrial:
         reason = agree(self._kernels.obstacle)
         if not reason:
             saved = snapshot()
-            # All ranks must start the comparison or none, because it runs more collectives: `_unserved` comes first.
+            # `_differ` runs more collectives than a step, so all ranks must run it, or none. `_unserved` makes sure.
             slower = functools.partial(self._slower, saved, counts)
             for check in (self._unserved, self._differ, slower):
                 reason = reason or agree(functools.partial(check, step), of_first=check is slower)

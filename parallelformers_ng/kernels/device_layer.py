@@ -68,7 +68,7 @@ class DeviceStep(NamedTuple):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> DeviceStep | None:
-        """Return the step for the arguments of a decoder layer's forward; None if the kernels cannot compute the step."""
+        """Return the step, from the arguments of a decoder layer's forward; None if the kernels cannot compute it."""
         cache = others.pop(CACHE, None)
         others.pop("is_causal", None)  # for a single new token, causal attention is the same as full attention
         if attention_mask is None or position_embeddings is None:

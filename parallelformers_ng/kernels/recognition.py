@@ -77,7 +77,7 @@ def agree(what: str, results: Callable[[], tuple[Tensor, Tensor]]) -> bool:
 
 
 def are_harmless(others: dict[str, Any]) -> bool:
-    """Return whether none of these arguments of a decoder layer changes its result. An unknown argument may change it."""
+    """Return whether a decoder layer's result depends on none of these arguments; False for an unknown argument."""
     return all(
         name in _HARMLESS or (name in _HARMLESS_IF_OFF and (value is None or value is False))
         for name, value in others.items()
@@ -102,7 +102,7 @@ def is_silu_gated(module: Any) -> bool:
 
 @cache
 def fused_norm(cls: type) -> str:
-    """Return the name of the function of `torch.nn.functional` that can compute a norm class; "" for an unknown class."""
+    """Return the name of the function of `torch.nn.functional` that can compute a norm class, or ""."""
     if not cls.__name__.endswith("Norm") or issubclass(cls, nn.LayerNorm):
         return ""
     return next((name for name, known in NORMS.items() if _is_one_of(cls, known)), "")

@@ -160,7 +160,7 @@ class StepKernels:
 
 
 def install_stacks(model: nn.Module) -> None:
-    """Change the classes of a model's decoder layers, so that Triton kernels may compute them. Triton is not imported."""
+    """Change the classes of a model's decoder layers, so that Triton kernels may compute them."""
     for module in [*model.modules()]:
         layers: Any = getattr(module, "layers", None)
         if type(layers) is nn.ModuleList and is_known(module, "Model"):

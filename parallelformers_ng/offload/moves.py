@@ -37,13 +37,14 @@ class MappedLayer:
         self.module = module
         self.coming: Future[None] | None = None
         self.going: Future[None] | None = None
-        self._tensors = tensors  # keeps the files mapped as long as this object uses their addresses
+        self._tensors = tensors  # the files stay mapped while their tensors live
         self._stretches = stretches(tensors)
         sources = [(stretch, source) for stretch in self._stretches if (source := source_of(stretch))]
         self._sources = sources if len(sources) == len(self._stretches) else []
 
     def bring(self) -> None:
-        """Read the weights into memory. Runs in the mover thread; the forward pass that waits raises its OSError."""
+        """Read the weights into memory, in the mover thread. The forward pass that waits raises this method's
+        OSError."""
         if self._sources:
             replace_by_copies(self._sources)
             return
@@ -51,20 +52,20 @@ class MappedLayer:
             read_ahead(stretch)
 
     def drop(self) -> None:
-        """Free the memory of the weights. Runs in the mover thread; the next forward pass raises its OSError."""
+        """Free the memory of the weights, in the mover thread. The next forward pass raises this method's OSError."""
         for stretch, source in self._sources:
             show_file(stretch, source)
         for stretch in self._stretches:
             evict(stretch)
 
     def ask(self) -> None:
-        """Start asynchronous copies of the weights to the device. Runs in the thread of the forward pass."""
+        """Start asynchronous copies of the weights to the device, in the thread of the forward pass."""
 
     def enter(self) -> None:
-        """Set the device copies of the weights as the module's parameters. Runs in the thread of the forward pass."""
+        """Set the device copies of the weights as the module's parameters, in the thread of the forward pass."""
 
     def leave(self) -> None:
-        """Set the offloaded weights as the module's parameters again. Runs in the thread of the forward pass."""
+        """Set the offloaded weights as the module's parameters again, in the thread of the forward pass."""
 
 
 class CopiedLayer(MappedLayer):
@@ -97,7 +98,7 @@ class CopiedLayer(MappedLayer):
 
     def ask(self) -> None:
         if self._staging is None:
-            if not self._written:  # the first time, the device may still be writing the weights to host memory
+            if not self._written:  # the device may still be writing the weights to host memory
                 self._stream.wait_stream(torch.cuda.current_stream(self._device))
                 self._written = True
             with torch.cuda.stream(self._stream):
@@ -111,7 +112,7 @@ class CopiedLayer(MappedLayer):
         else:
             self._copies = [self._staging.to_device(home) for home in self._homes]
         for (table, name), copy in zip(self._places, self._copies, strict=True):
-            copy.record_stream(current)  # keeps torch from freeing the copy while this stream uses it
+            copy.record_stream(current)  # otherwise torch may reuse the memory while this stream reads it
             table[name] = nn.Parameter(copy, requires_grad=False)
 
     def leave(self) -> None:
@@ -155,9 +156,9 @@ class Moves:
             self._request(layer).result()
             going, layer.going = layer.going, None
             if going is not None:
-                going.result()  # raises the error of `drop`, which has finished, because `bring` is queued after it
+                going.result()  # raises an error of `drop`, which ended before `bring`
         except BaseException:
-            layer.coming = None  # forget the failed move, so that the next forward pass requests it again
+            layer.coming = None  # the next forward pass tries the failed move again
             raise
         layer.enter()
         self._running = layer

@@ -21,14 +21,14 @@ from torch import Tensor
 from parallelformers_ng.kernels.triton.launch import Launch, operator
 from parallelformers_ng.kernels.triton.partial_results import load_sum, row_distance
 
-# Widest row that the registers of a program hold.
+# A program holds its row in registers, which have room for this number of columns.
 MAX_COLUMNS = 1 << 14
 _COLUMNS_PER_WARP = 1024
 
 
 @triton.jit
 def norm_kernel(x, d, w, s, y, columns, x_row, d_row, epsilon, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    # Computes one row. `x_row` and `d_row` are distances between rows, in elements.
+    # A program computes one row. `x_row` and `d_row` are distances between rows, in elements.
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -46,7 +46,7 @@ def norm_kernel(x, d, w, s, y, columns, x_row, d_row, epsilon, SPLITS: tl.conste
 def norm_launches(
     x: Tensor, d: Tensor | None, w: Tensor, epsilon: float
 ) -> tuple[tuple[Launch], tuple[Tensor, Tensor]]:
-    """Return the launch that writes s and y, and both outputs, contiguous and of the shape of x.
+    """Return the launch that writes the sum s and its norm y, and these two outputs, contiguous and of the shape of x.
 
     Args:
         x: `[rows, 1, columns]`, with at most `MAX_COLUMNS` columns.

@@ -32,13 +32,13 @@ def load_sum(place, step, mask, like, SPLITS: tl.constexpr):
     """Load partial results, add their splits in order, and return the sum in float32, rounded to the data type of
     `like`.
 
-    Every kernel that reads a product loads it by this function, so all of them get the same bits.
+    All kernels that read a product use this function, so all of them get the same bits.
 
     Args:
-        place: pointers to partial results of the first split.
+        place: pointers to the partial results of the first split.
         step: distance between splits, in elements.
         mask: True for results to load; the other results are 0.
-        like: pointer to numbers of the data type of the model.
+        like: pointer to numbers of the model's data type.
     """
     if SPLITS == 1:
         sums = tl.load(place, mask=mask, other=0.0).to(tl.float32)
@@ -58,10 +58,11 @@ def sum_kernel(p, y, rows, outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def row_distance(p: Tensor) -> int:
-    """Return the distance between rows of partial results, in elements. Rows of the next split must follow directly.
+    """Return the distance between rows of partial results, in elements. Raises ValueError for splits that are not
+    adjacent in memory, which the kernels cannot read.
 
     Args:
-        p: partial results, `[splits, rows, outputs]`, of all outputs of a product or of some of them.
+        p: partial results of a product, `[splits, rows, outputs]`, or of some of its outputs.
     """
     splits, rows, _ = p.shape
     if splits > 1 and p.stride(0) != rows * p.stride(1):
@@ -82,5 +83,5 @@ sum_of_splits = operator("sum_of_splits(Tensor p, ScalarType dtype) -> Tensor", 
 
 
 def summed(p: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add the splits of partial results. A single split is the sum already, and may have any strides."""
+    """Add the splits of partial results, `[splits, rows, outputs]`. With one split, the result is a view."""
     return p[0] if len(p) == 1 else sum_of_splits(p, dtype)

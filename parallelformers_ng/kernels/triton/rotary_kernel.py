@@ -28,8 +28,8 @@ from parallelformers_ng.kernels.triton.partial_results import load_sum, row_dist
 def _turned(
     states, step, w, cos, sin, column, inside, epsilon, like, SPLITS: tl.constexpr, HALF: tl.constexpr
 ):  # fmt: skip
-    # Loads a head, norms it if it has a norm, and returns its rotated halves. `step` is the distance between splits,
-    # `like` a pointer to numbers of the data type of the cache.
+    # Returns the two rotated halves of a head, after the norm if `w` is not None. `states` are partial results, `step`
+    # is the distance between their splits, and `like` a pointer to numbers of the cache's data type.
     first = load_sum(states + column, step, inside, like, SPLITS)
     second = load_sum(states + HALF + column, step, inside, like, SPLITS)
     if w is not None:
@@ -50,8 +50,8 @@ def rotary_kernel(
     key_row, key_head, value_row, value_head, epsilon,
     SPLITS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Rotates one query head, or writes one key head or value head to the cache. Names that end in `_row` or `_head` are
-    # distances in elements. `room` is the number of positions of the cache.
+    # A program rotates one query head, or writes one key head or value head to the cache, which has `room` positions.
+    # Names that end in `_row` or `_head` are distances in elements.
     row, head, rows = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(0)
     column = tl.arange(0, BLOCK)
     inside = column < HALF
@@ -87,9 +87,10 @@ def rotary_launches(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
     epsilon: float, keys: Tensor, values: Tensor, positions: Tensor,
 ) -> tuple[tuple[Launch], Tensor]:  # fmt: skip
-    """Return the launch that writes to the cache, and rotated q, `[rows, heads · width]`, of the cache's data type.
+    """Return the launch that rotates queries and writes keys and values to the cache, and the rotated queries.
 
-    q, k and v are partial results with equal numbers of splits, dense along the last dimension.
+    The rotated queries are `[rows, heads · width]`, of the cache's data type. q, k and v are partial results with equal
+    numbers of splits, dense along the last dimension.
 
     Args:
         q: queries, `[splits, rows, heads · width]`.
@@ -98,8 +99,8 @@ def rotary_launches(
         q_norm, k_norm: weights of the RMS norms of each head, `[width]`; None for no norm.
         epsilon: ε of both norms.
         keys, values: cache, `[rows, kv_heads, positions, width]`, dense along the last two dimensions.
-        positions: place of the new token in the cache, `[rows]` or `[1]`, integers. A token with a place outside of the
-            cache is not written.
+        positions: position of the new token in the cache, `[rows]` or `[1]`, integers. A token with a position outside
+            of the cache is not written.
     """
     rows, kv_heads, room, width = keys.shape
     heads = q.shape[2] // width
@@ -116,7 +117,7 @@ def rotary_launches(
 
 
 def row_step(tensor: Tensor) -> int:
-    """Return the distance between rows, in elements; 0 if the tensor has a single row for all rows of the batch."""
+    """Return the distance between rows of a tensor, in elements; 0 if the tensor has one row, which all rows share."""
     return 0 if tensor.shape[0] == 1 else tensor.stride(0)
 
 

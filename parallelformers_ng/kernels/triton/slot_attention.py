@@ -29,7 +29,7 @@ from torch import Tensor
 from parallelformers_ng.kernels.triton.launch import Launch, operator, splits_for
 from parallelformers_ng.kernels.triton.rotary_kernel import row_step
 
-# Smallest size of each dimension of a matrix product (`tl.dot`) that Triton compiles.
+# `tl.dot` needs at least this size in each dimension, so smaller operands are padded.
 MIN_SIDE = 16
 _KEYS_AT_ONCE = 64
 _MAX_SPLITS = 64
@@ -42,16 +42,15 @@ def split_kernel(
     mask_row, length_row, scale,
     QUERIES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    # Computes the partial results of one split of the keys, for the query heads of one key/value head: the largest
-    # score, the sum of the weights exp(score - largest), and the weighted sum of the values. Names that end in `_row`
-    # or `_head` are distances in elements. `groups` is the number of query heads of a key/value head, `room` the number
-    # of positions.
+    # A program attends to one split of the keys, for the `groups` query heads of one key/value head. It writes the
+    # largest score, the sum of the weights exp(score - largest), and the weighted sum of the values. Names that end in
+    # `_row` or `_head` are distances in elements; `room` is the number of positions.
     pair, split = tl.program_id(0), tl.program_id(1)
     row, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     query, column = tl.arange(0, QUERIES), tl.arange(0, BLOCK)
     is_query, is_column = query < groups, column < WIDTH
     end = tl.minimum(tl.load(lengths + row * length_row).to(tl.int32) + 1, room)
-    # `window` is 0 if a row sees all positions. Without this branch, Triton 3.9 would need more registers.
+    # A `window` of 0 shows all positions. Without the branch, Triton 3.9 needs more registers.
     start = 0
     if window > 0:
         start = tl.maximum(end - window, 0)
@@ -98,7 +97,7 @@ def combine_kernel(
     parts, largest, sums, counter, y, splits,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    # Computes attention y of one row and query head from its splits. One program also increments `counter`.
+    # A program combines the splits of one row and query head to attention y. One program also increments `counter`.
     slot = tl.program_id(0).to(tl.int64)
     split, column = tl.arange(0, SPLITS), tl.arange(0, BLOCK)
     is_split, is_column = split < splits, column < WIDTH
@@ -119,7 +118,8 @@ def attention_launches(
     q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float,
     mask: Tensor | None = None, counter: Tensor | None = None, window: int = 0,
 ) -> tuple[tuple[Launch, Launch], Tensor]:  # fmt: skip
-    """Return two launches, and their output y, `[rows, heads · width]`: attention of one query of each row.
+    """Return the two launches that compute attention of one query of each row, and their output y, `[rows, heads ·
+    width]`.
 
     The first launch computes partial results for splits of the keys, in fp32; the second launch combines them. The
     method is that of Flash-Decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
@@ -154,11 +154,11 @@ def attention_launches(
 
 
 def splits_of(pairs: int, room: int) -> int:
-    """Choose the number of splits of the keys, 1 to 64; equal for all steps over a cache, as CUDA graphs need it.
+    """Choose into how many splits, 1 to 64, to divide the keys. All steps over a cache get the same number, as CUDA
+    graphs need it.
 
     Args:
-        pairs: number of key/value heads, times the number of rows rounded up to a power of two. A CUDA graph has this
-            number of rows; its kernels were compiled in the step before the recording.
+        pairs: number of key/value heads, times the number of rows rounded up to a power of two, as in a CUDA graph.
         room: number of positions of the cache.
     """
     return splits_for(pairs, min(_MAX_SPLITS, -(-room // (2 * _KEYS_AT_ONCE))))
