@@ -29,13 +29,13 @@ HEADER_BYTES = PAGE_BYTES
 LINE_BYTES = 1024
 REASON_OFFSET, REASON_BYTES = 512, 512
 
-# Positions of the 8-byte words in the arena's header.
+# Indices of 8-byte words in the header at the beginning of the arena.
 MAGIC_WORD, WORLD_SIZE_WORD, SLOT_BYTES_WORD, ONE_SHOT_BYTES_WORD, SPIN_WORD = range(5)
 ABORT_WORD, CANCEL_WORD = 16, 32
-# Positions of the 8-byte words in a rank's line.
+# Indices of 8-byte words in a rank's line: the 1024 bytes of the arena that only this rank writes.
 COUNTER_WORD, SIGNATURE_WORD, END_WORD = 0, 1, 8
 
-PARENT = -1  # an abort by the parent process has this author; other authors are ranks, from 0
+PARENT = -1  # stands for the parent process as the author of an abort; other authors are ranks
 
 
 class Arena:
@@ -107,8 +107,8 @@ class Arena:
         return self.words[self.line(place) + COUNTER_WORD]
 
     def last_collective(self, place: int) -> str:
-        """Describe the last collective of a rank, for error messages; "" before the first collective. See the table
-        above for `place`."""
+        """Describe a rank's last collective, for error messages; "" before the first one. `place` is the number of a
+        line."""
         operation, detail = divmod(self.words[self.line(place) + SIGNATURE_WORD + self.counter(place) % 2], 1 << 48)
         return {1: f"all_reduce of {detail // 8} numbers", 2: "all_gather"}.get(operation, "")
 

@@ -22,7 +22,7 @@ from parallelformers_ng.wire.transport import SPIN_SECONDS
 
 _HEAD = struct.Struct("<QQQ")
 _HEAD_BYTES = _HEAD.size + SIGNATURE_BYTES
-_WATCH_SECONDS = 0.02  # a waiting leader looks for an abort at least this often
+_WATCH_SECONDS = 0.02  # a waiting leader looks for an abort this often
 
 Buffer = bytes | bytearray | memoryview
 

@@ -30,11 +30,11 @@ SETTLE_SECONDS = 0.1  # if all ranks fail for the same reason, the last rank fai
 _NCCL_DEFAULTS = {
     ("NCCL_SOCKET_IFNAME",): "=lo",  # all ranks are on one machine, so loopback is enough
     ("NCCL_RAS_ENABLE",): "0",  # NCCL's status service would open a port
-    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "0",  # otherwise torch records every call's traceback
+    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "0",  # or torch records each traceback
     # By default torch ends the process a minute after an error of NCCL, but the group handles such errors itself.
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"): "0",
     ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",): "0",
-    ("TORCH_NCCL_ENABLE_MONITORING",): "0",  # torch's monitor would end a process whose watchdog waits for a lock
+    ("TORCH_NCCL_ENABLE_MONITORING",): "0",  # torch's monitor would end a process whose watchdog seems stuck
 }
 
 
@@ -77,7 +77,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
         self._device = device
         self._is_on_one_host = is_on_one_host
         self._small: SmallSums | None = None
-        self._may_try_small = True  # False after a failed trial: the trial takes seconds, and would fail again
+        self._may_try_small = True  # False after a failed trial, so that a reset does not repeat the trial
         self._closed = threading.Event()
         self._entering = threading.Lock()  # held while a collective is queued, so that no abort begins then
         self._ending = threading.Lock()  # held while a process group is aborted
@@ -137,7 +137,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
         super().reset()
         if small is not None:
             small.close()
-        with contextlib.suppress(CollectiveAbortedError):  # the next request raises this error again
+        with contextlib.suppress(CollectiveAbortedError):  # the next request will raise the error
             self._try_small_sums()
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
             small = proven_small_sums(self, store, self._device, lambda: self._arena.aborted, may_try)
             if not self._arena.aborted:
                 self._small, self._may_try_small = small, small is not None
-            elif small is not None:  # other ranks may have aborted the trial; a reset repeats it
+            elif small is not None:  # after an abort, the ranks may disagree, so a reset repeats the trial
                 small.close()
 
     def _new_group(self, store: dist.Store) -> Any:

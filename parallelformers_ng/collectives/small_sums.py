@@ -27,13 +27,13 @@ from torch.distributed.distributed_c10d import _register_process_group, _unregis
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.shared_result import agreed
 
-MAX_BYTES = 256 * 1024  # NCCL is faster for tensors of this many bytes or more
+MAX_BYTES = 256 * 1024  # NCCL sums tensors of this many bytes or more
 TRIAL_SECONDS = 5.0  # a trial that takes longer has failed, as has an exchange of memory handles
 _TYPES = (torch.bfloat16, torch.float32)  # the types that torch's kernel is compiled for (CUDASymmetricMemoryOps.cu)
 _LOAD_BYTES = 16  # each thread of the kernel loads 16 bytes at a time (`get_and_verify_alignment`)
-_MAX_BLOCKS = 24  # each thread block of the kernel has signals of its own (`one_shot_all_reduce_max_num_blocks`)
+_MAX_BLOCKS = 24  # the kernel has at most 24 thread blocks (`one_shot_all_reduce_max_num_blocks`)
 _MIN_CAPABILITY = (8, 0)  # on older devices the kernel fails (`add_bf16x2` of CUDASymmetricMemory-inl.cuh)
-_SOCKET_FOLDERS = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # folders of torch's socket (`IpcChannel::get_socket_name`)
+_SOCKET_FOLDERS = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # torch makes a socket in one of them (`IpcChannel`)
 _MAX_PATH_BYTES = 107  # longest path of a socket; torch's `IpcChannel` copies longer paths beyond its buffer
 _LOOK_SECONDS, _RELEASE_SECONDS = 0.02, 0.0005
 log = logging.getLogger("parallelformers_ng")
@@ -65,7 +65,7 @@ class SmallSums:
         self._is_aborted = is_aborted
         self._name = cast(
             Any, f"parallelformers_ng small sums {next(_numbers)}"
-        )  # some versions of torch declare a `GroupName`
+        )  # the stub of some versions of torch wants a `GroupName`
         self._deadline = math.inf
         self._has_released = False
         self._lock = threading.Lock()
@@ -84,11 +84,13 @@ class SmallSums:
             raise
         self._buffers = {dtype: buffer.view(dtype) for dtype in _TYPES}
         self._owners: list[Any] = [group, handle]
-        # Signals of a rank: rank r sets element (block, r) to 1; the waiting rank sets it to 0 again.
         others = [other for other in range(world_size) if other != rank]
+        # Rank r sets element (block, r) of another rank's signals to 1, and the other rank sets it to 0 after its wait.
         self._awaited = [signals[rank][:, other] for other in others]
         self._untaken = [signals[other][:, rank] for other in others]
-        self._stream = torch.cuda.Stream(device, priority=-1)  # waiting kernels may block other streams
+        self._stream = torch.cuda.Stream(
+            device, priority=-1
+        )  # a high priority, as waiting kernels may block other streams
         # CUDA loads a kernel at its first launch, which may wait for running kernels. So `fill_` is launched once now.
         torch.zeros(shape, dtype=torch.int32, device=device)[:, 0].fill_(1)
         self._thread = threading.Thread(target=self._watch, name="small-sums-watch", daemon=True)

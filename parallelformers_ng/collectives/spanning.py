@@ -69,7 +69,7 @@ class SpanningNcclCommunicator(NcclCommunicator):
         self._between = between
         if "NCCL_SOCKET_IFNAME" not in os.environ:
             os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(address)}"
-        os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(between.world_size)  # NCCL then needs a single unique id
+        os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(between.world_size)  # all ranks then share one unique id
         membership = between.rank, between.world_size, HandedOver(between, 0), timeout, arena, place
         super().__init__(*membership, device=device, is_on_one_host=False)
 
@@ -112,7 +112,7 @@ def _find_4(address: str) -> str | None:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(query, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # an interface may have no IPv4 address
+            except OSError:  # an interface without an IPv4 address has no answer
                 continue
             if answer[20:24] == socket.inet_aton(address):
                 return name

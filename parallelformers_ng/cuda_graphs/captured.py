@@ -1,12 +1,13 @@
-"""Implements `parallelize(decode="cuda_graphs")`: records a decode step once, and replays it without Python."""
+"""Implements `parallelize(decode="cuda_graphs")`: records a decode step once, and replays it without Python.
 
-# The prefill is not recorded. Among later steps with equal argument shapes, the first step runs normally and is checked
-# for operators that cannot be recorded. The second step is recorded, and the recording is used from then on, also in
-# later calls. A recording uses fixed memory: buffers for arguments, and a cache whose memory is reused.
-#
-# Batches are padded to buckets of 1, 2, 4, 8, … rows. A cache has memory for all rows of its bucket. A call with fewer
-# rows uses the first rows: the prefill and the reordering of beams see a view of the call's rows, while the recorded
-# step computes all rows. Rows do not influence each other, and the results of unused rows are discarded.
+The prefill is not recorded. Among later steps with equal argument shapes, the first step runs normally and is checked
+for operators that cannot be recorded. The second step is recorded, and the recording is used from then on, also in
+later calls. A recording uses fixed memory: buffers for arguments, and a cache whose memory is reused.
+
+Batches are padded to buckets of 1, 2, 4, 8, … rows. A cache has memory for all rows of its bucket. A call with fewer
+rows uses the first rows: the prefill and the reordering of beams see a view of the call's rows, while the recorded
+step computes all rows. Rows do not influence each other, and the results of unused rows are discarded.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class CapturedSteps:
         self.recorder = recorder
         self.trial: KernelTrial | None = None
         self._communicator = communicator
-        self._caches: dict[int, ReusableCache] = {}  # number of rows, a power of two → cache
+        self._caches: dict[int, ReusableCache] = {}  # the key is the number of rows, a power of two
         self._current: ReusableCache | None = None
         communicator.before_reset(self.forget)
 
@@ -79,9 +80,7 @@ class CapturedSteps:
             return self._step(reusable, forward, args, kwargs)
 
         model._prepare_static_cache, model.forward = prepare_reusable, forward_captured
-        self.reason = (
-            "no static cache was made for this model"  # stays if transformers makes a static cache only for a submodule
-        )
+        self.reason = "no static cache was made for this model"  # true unless `prepare_reusable` runs
         try:
             yield
         finally:
@@ -104,7 +103,7 @@ class CapturedSteps:
         earlier = self._caches.get(bucket)
         if earlier is None or earlier.length < tokens:
             if earlier is not None:
-                self._caches.pop(bucket).release()  # free its memory before the new cache is made
+                self._caches.pop(bucket).release()  # the new cache may need the memory of the old one
             cache = make()
             if layer := unsupported_layer(cache):
                 self.reason = f"the cache of this model has a {layer}"
@@ -155,7 +154,7 @@ class CapturedSteps:
             return forward(*args, **kwargs)
         if self.trial is None:
             return self._known_step(reusable, forward, arguments)
-        if self.trial.mode is None and not reusable.phase:  # a trial would change a window's token count
+        if self.trial.mode is None and not reusable.phase:  # a trial would change the token counts of windows
             counts = [layer.cumulative_length for layer in reusable.layers]
             self.trial.decide(lambda: forward(**kwargs), reusable.snapshot, counts)
         with self.trial.computing():

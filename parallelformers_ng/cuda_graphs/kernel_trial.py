@@ -1,13 +1,14 @@
-"""Decides, once for each model, whether Triton kernels or the model's modules compute the recorded decode steps."""
+"""Decides, once for each model, whether Triton kernels or the model's modules compute the recorded decode steps.
 
-# The first step that may be recorded runs both by the kernels and by the modules, from the same cache. The kernels
-# compute all later steps if
-#
-# - on every rank each layer's output, and the keys and values that it wrote to the cache, agree with the modules';
-# - a CUDA graph of the step with the kernels is not slower than one with the modules, on the clock of rank 0's device.
-#
-# Otherwise the modules compute, and the log says why, in one line. The first step runs once more in the chosen way, so
-# that the same call gives the same tokens at a second time.
+The first step that may be recorded runs both by the kernels and by the modules, from the same cache. The kernels
+compute all later steps if
+
+- on every rank each layer's output, and the keys and values that it wrote to the cache, agree with the modules';
+- a CUDA graph of the step with the kernels is not slower than one with the modules, on the clock of rank 0's device.
+
+Otherwise the modules compute, and the log says why, in one line. The first step runs once more in the chosen way, so
+that the same call gives the same tokens at a second time.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +72,8 @@ class KernelTrial:
         reason = agree(self._kernels.obstacle)
         if not reason:
             saved = snapshot()
-            # `_differ` runs more collectives than a step, so all ranks must run it, or none. `_unserved` makes sure.
             slower = functools.partial(self._slower, saved, counts)
+            # `_unserved` is first, so that all ranks run `_differ` or none: it runs more collectives than a step.
             for check in (self._unserved, self._differ, slower):
                 reason = reason or agree(functools.partial(check, step), of_first=check is slower)
                 _restore(saved)

@@ -1,10 +1,11 @@
-"""Chooses how `parallelize(decode=…)` runs decode steps: compiled, as CUDA graphs, or unchanged."""
+"""Chooses how `parallelize(decode=…)` runs decode steps: compiled, as CUDA graphs, or unchanged.
 
-# transformers compiles the forward pass of a decode step if the cache is static; the prefill is not compiled. This
-# module sets the arguments of `generate` for compiled steps if a call supports them, and otherwise returns the reason.
-# Steps that become CUDA graphs also need a static cache but no compiler; `captured.py` records the steps on the
-# workers. On CUDA devices CUDA graphs are the default for calls whose kind of result stays the same, until a device
-# fails to record a step.
+transformers compiles the forward pass of a decode step if the cache is static; the prefill is not compiled. This
+module sets the arguments of `generate` for compiled steps if a call supports them, and otherwise returns the reason.
+Steps that become CUDA graphs also need a static cache but no compiler; `captured.py` records the steps on the
+workers. On CUDA devices CUDA graphs are the default for calls whose kind of result stays the same, until a device
+fails to record a step.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from parallelformers_ng.sharding.cache_names import CACHES
 
 Decode: TypeAlias = Literal["auto", "eager", "compile", "cuda_graphs"] | CompileConfig
 NO_DEVICE = "there is no CUDA device to capture on"
-# Limit of rows × tokens of a static cache that the caller did not request, because a step reads the whole cache. For 8
-# billion parameters, such a cache has an eighth of the bytes of the weights.
+# Static caches that the caller did not request have at most this number of rows × tokens, because each step reads the
+# whole cache. With 8 billion parameters, such a cache has an eighth of the bytes of the weights.
 MAX_POSITIONS = 1 << 14
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")

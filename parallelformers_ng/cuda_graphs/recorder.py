@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# Model argument whose first dimension is the batch → its number of dimensions. Only such arguments can get more rows.
+# Model argument → its number of dimensions, of which the first is the batch. Only these arguments can get more rows.
 _DIMENSIONS = {"input_ids": 2, "attention_mask": 4, "position_ids": 2, "token_type_ids": 2}
 
 

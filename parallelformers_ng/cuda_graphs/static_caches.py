@@ -47,7 +47,7 @@ class ReusableLayer(StaticLayer):
             self.on_move()
         else:
             for memory in self.whole:
-                memory.zero_()  # NaN of earlier calls would spread even from masked positions
+                memory.zero_()  # a NaN of an earlier call would spread, even from a masked position
         self.batch_size = rows
         self.narrow(rows)
         self.is_initialized = True
@@ -86,7 +86,6 @@ class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
 
     @property
     def is_full(self) -> bool:
-        """Whether the next token displaces the oldest token."""
         return self.is_initialized and self.cumulative_length_int >= self.max_cache_len
 
     def renew(self) -> None:
@@ -95,7 +94,7 @@ class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
 
 
 _REUSABLE: dict[type, type[ReusableLayer]] = {StaticLayer: ReusableLayer, StaticSlidingWindowLayer: ReusableWindowLayer}
-EMPTY = "DummyLayer"  # some versions of transformers do not have this class of empty layers
+EMPTY = "DummyLayer"  # a name, because some versions of transformers lack the class
 _PLAIN = dict(zip(_REUSABLE.values(), _REUSABLE, strict=True))
 
 

@@ -46,7 +46,7 @@ class LayersAsOne(nn.ModuleList):
     """
 
     as_one = False
-    # The last result of `_new_view`; (None, …) is kept, too, so that a failed check is not repeated in each step.
+    # The last result of `_new_view`. None is kept, too, so that a failed check is not repeated in each step.
     _known: tuple[Any, Sequence[Guard]] | None = None
 
     def __getitem__(self, index: Any) -> Any:
@@ -138,7 +138,7 @@ def with_layers_as_one(cls: Any, device: str = "cpu") -> Any:
         # In a model with several layer types, layers get different masks, so the layers cannot run as one.
         if not may_serve(device) or len(set(getattr(self.config, "layer_types", None) or ())) > 1:
             return cls.forward(self, *args, **kwargs)
-        own = vars(self.layers)  # `setattr` would record a change of the model's state
+        own = vars(self.layers)  # because `setattr` would record a change of the model's state
         own["as_one"] = True
         try:
             return cls.forward(self, *args, **kwargs)
@@ -251,7 +251,7 @@ def _is_partial(half: AttentionHalf | FeedHalf) -> bool:
 
 
 def _packed(attention: AttentionHalf, feed: FeedHalf) -> bytes:
-    # These bytes are the C struct `Layer` of `_stack.h`; its last 4 bytes are padding.
+    # The bytes must have the layout of the C struct `Layer` (`_stack.h`), whose last 4 bytes are padding.
     numbers = (*attention.static, *feed.static, _is_partial(attention), _is_partial(feed))
     floats = (*attention.epsilons, attention.scaling, *feed.epsilons)
     return struct.pack(f"={len(numbers)}Q{len(floats)}f4x", *numbers, *floats)

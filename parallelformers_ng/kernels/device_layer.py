@@ -1,23 +1,24 @@
-"""Llama's decoder layer for one new token of each sequence on a CUDA device, in ten kernels: Triton's and torch's."""
+"""Llama's decoder layer for one new token of each sequence on a CUDA device, in ten kernels: Triton's and torch's.
 
-# The kernels of a decoder layer in a decode step:
-#
-# 1. Residual + norm.
-# 2. q, k, v: quantized weights in one kernel, others as `side_by_side.py` computes them.
-# 3. Positions of q and k, and the write of k and v into the cache.
-# 4. Attention, two kernels.
-# 5. The output projection.
-# 6. Residual + norm.
-# 7. gate, up: as q, k, v.
-# 8. act(gate) ⊙ up.
-# 9. The down projection.
-#
-# Products of quantized weights with few outputs are partial results. The kernel of the next line adds them, see
-# `triton/partial_results.py`. With several ranks, two more kernels add them, after lines 5 and 9, before the sum
-# over the ranks.
-#
-# The modules stay in the model. They compute prompts, and all else that the kernels cannot compute, and the kernels are
-# compared with them: see `step_kernels.py`. Figures: benchmarks/results/gpu.md.
+The kernels of a decoder layer in a decode step:
+
+1. Residual + norm.
+2. q, k, v: quantized weights in one kernel, others as `side_by_side.py` computes them.
+3. Positions of q and k, and the write of k and v into the cache.
+4. Attention, two kernels.
+5. The output projection.
+6. Residual + norm.
+7. gate, up: as q, k, v.
+8. act(gate) ⊙ up.
+9. The down projection.
+
+Products of quantized weights with few outputs are partial results. The kernel of the next line adds them, see
+`triton/partial_results.py`. With several ranks, two more kernels add them, after lines 5 and 9, before the sum
+over the ranks.
+
+The modules stay in the model. They compute prompts, and all else that the kernels cannot compute, and the kernels are
+compared with them: see `step_kernels.py`. Figures: benchmarks/results/gpu.md.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +113,7 @@ class DeviceLayer:
 
     @classmethod
     def of(cls, layer: Any, operators: Any) -> DeviceLayer | None:
-        """Return the kernels' view of a decoder layer; None if the kernels cannot compute the layer."""
+        """Return a `DeviceLayer` for a decoder layer; None if the kernels cannot compute the layer."""
         attention = layer.self_attn if is_known(layer, "Layer") else None
         of_heads = None if attention is None else head_norms(attention)
         if attention is None or of_heads is None or not is_silu_gated(layer.mlp):
@@ -209,7 +210,7 @@ class DeviceLayer:
         return output.split([len(weight) for weight in weights], dim=-1)
 
     def _operator(self, layers: Sequence[Any], states: Tensor) -> Any:
-        """Return the operator that multiplies by all layers' quantized weights; None if the kernels cannot."""
+        """Return the operator that multiplies by the layers' quantized weights; None if no operator can."""
         if states.shape[0] > _MAX_ROWS or not all(_is_read(layer, states.dtype) for layer in layers):
             return None
         kinds = {(layer.encodings["weight"][0].kind, layer._parameters["bias"] is None) for layer in layers}

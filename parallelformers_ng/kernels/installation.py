@@ -70,8 +70,8 @@ def forget(model: nn.Module) -> None:
             module.forget()
 
 
+# `checked` prevents a recursion, because the comparison in `layers_agree` calls `_change`, too.
 def _change(model: nn.Module, left: Collection[str] = (), checked: bool = False) -> None:
-    # `checked` prevents a recursion: the comparison in `layers_agree` calls this function, too.
     one_by_one = torch.get_num_threads() == 1 or any(is_known(module, "Model") for module in model.modules())
     for path, module in model.named_modules():
         cls: type = type(module)
@@ -114,7 +114,10 @@ def _outputs(family: str, quantized: bool) -> tuple[Tensor, Tensor]:
         model = modelling(family, "Model")(config).float().eval()
         for parameter in model.parameters():
             parameter.normal_()
-        embedded, cached = torch.randn(2, 1, 2 * width), torch.randn(2, 2, 2, 1, 3, width)  # keys, values of 2 layers
+        embedded, cached = (
+            torch.randn(2, 1, 2 * width),
+            torch.randn(2, 2, 2, 1, 3, width),
+        )  # 2 layers of keys and values
     if quantized:
         for number, linear in enumerate([module for module in model.modules() if type(module) is nn.Linear]):
             encoding = Encoding("int4", -1, 32) if number % 2 else Encoding("int8", -1, linear.in_features)

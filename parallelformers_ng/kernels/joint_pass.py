@@ -44,8 +44,8 @@ class JointPass:
         self.max_tokens = stack.max_rows
         self._model, self._stack = model, stack
         self._waiting: list[StepInC] = []  # prompts whose layers have not run yet
-        self._last: list[list[int]] = []  # `PromptStep.last` of each waiting step
-        self._rows = 0  # rows of the decode step; its logits come before the prompts'
+        self._last: list[list[int]] = []  # `PromptStep.last` of each step in `_waiting`
+        self._rows = 0  # number of rows of the decode step, whose logits come first
         self._logits = torch.empty(0)
 
     @classmethod
@@ -81,7 +81,7 @@ class JointPass:
             for step in steps:
                 try:
                     ran_alone.append(step.run())
-                    break  # without an exception, the model did not call `_wait`: C cannot compute its layers
+                    break  # no exception: the whole model has run, without C
                 except _LayersWait:
                     if len(self._waiting) == len(self._last):
                         break
@@ -122,12 +122,11 @@ class JointPass:
             self._logits = self._model(input_ids=ids, use_cache=False, return_dict=True).logits[:, -1]
 
     def _last_tokens(self, outputs: list[Tensor]) -> list[Tensor]:
-        # The head is slow, so it gets only the prompts' last tokens: `[prompts, 1, hidden]` for each step.
+        # Only the prompts' last tokens go through the model's head: `[prompts, 1, hidden]` for each step.
         return [output[range(len(last)), last, None] for output, last in zip(outputs, self._last, strict=True) if last]
 
     def _separate(self, _model: nn.Module, _inputs: Any, output: Any) -> Any:
-        """Forward hook of the model: take the prompts' logits out of the output, which then has those of the decode
-        step."""
+        """Forward hook of the model: remove the prompts' logits from the model's output, and keep them."""
         if 0 < self._rows < len(output.logits):
             output.logits, self._logits = output.logits[: self._rows], output.logits[self._rows :, -1]
         self._rows = 0
@@ -135,8 +134,8 @@ class JointPass:
 
 
 def _runs_foreign_code(module: nn.Module) -> bool:
-    # Code of the user could notice that several steps run in one call. `may_serve` refuses patched library code.
     cls = type(module)
+    # Foreign code could notice that several steps run in one call. `may_serve` already refuses patched library code.
     return "forward" in vars(module) or (not is_known(cls) and bool(foreign_class(cls)))
 
 

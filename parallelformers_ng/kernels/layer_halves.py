@@ -233,16 +233,17 @@ class Step:
         self._shared, self._sizes = shared, sizes
         config, rotations, mask = shared
         (self.sequences, self.queries), dtype, width, heads = sizes
-        # transformers passes a mask for several new tokens over a filled cache, so without a mask the cache is empty.
+        # The mask's last dimension is the cache's length. transformers omits the mask of several tokens only if the cache
+        # is empty.
         self.tokens = mask.shape[-1] if mask is not None else None if self.queries == 1 else self.queries
         self.fits = (
             config._attn_implementation == "sdpa"
             and is_usual()
             and all(is_rotation(rotation, (self.sequences, self.queries, width), dtype) for rotation in rotations)
         )
-        # With spans instead of a mask, the kernel skips hidden tokens.
         is_alone = self.queries == 1
         if self.fits and not (mask is None and is_alone):
+            # With spans instead of a mask, the kernel skips hidden tokens.
             self._spans = spans_of(mask, self.sequences, self.queries)
             fits_alone = is_alone and mask is not None and fits_mask(mask, dtype, self.sequences, heads, mask.shape[-1])
             self.fits = self._spans is not None or fits_alone

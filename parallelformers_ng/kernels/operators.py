@@ -117,8 +117,8 @@ def _multiply(linear: nn.Module, input: Tensor) -> Tensor:
 def matrix_arguments(linear: nn.Module) -> tuple[int, int, int, int, int]:
     """Return a linear layer's fields of the C struct `Matrix` (`_matrix.h`).
 
-    The fields are the addresses of weight, scales and bias (0 if the layer has none), the distance between rows of the
-    weight in elements, and the group size of an int4 weight (0 for other weights).
+    The first three are the addresses of weight, scales and bias (0 if the layer has none). The others are the distance
+    between rows of the weight, in elements, and the group size of an int4 weight (0 for other weights).
     """
     weight, group = matrix_of(linear), 0
     if isinstance(linear, QuantizedLinear) and linear.encodings["weight"][0].per_byte > 1:
@@ -228,7 +228,7 @@ def spans_of(mask: Tensor | None, sequences: int, queries: int) -> Tensor | None
         return None
     tokens, seen = mask.shape[3], mask[:, 0]
     place, ends = torch.arange(tokens), torch.arange(tokens - queries, tokens)[:, None]
-    first = seen[:, -1].byte().argmax(-1)  # 0 if the last query sees no token; `torch.equal` then fails
+    first = seen[:, -1].byte().argmax(-1)  # if the last query sees no token, `torch.equal` is False below
     if queries > tokens or not torch.equal(seen, (place >= first[:, None, None]) & (place <= ends)):
         return None
     number, first = torch.arange(sequences), first.expand(sequences)

@@ -17,16 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# This import takes 0.1 s, mostly for modules that every model file imports. A worker has imported them before it needs
-# this file.
+# This import takes 0.1 s in a new process, but costs a worker nothing, because the fork server has imported the file.
 from transformers.models.llama import modeling_llama as llama
 
 from parallelformers_ng.sharding.heads import HeadParallel
 
 # Model families whose decoder layer's forward is known; the two forwards differ in the order of arguments.
 LAYERS = ("Llama", "Mixtral")
-# Model family whose attention class is known → whether the class normalizes each head's query and key. Sliding windows
-# need no entry, because the mask hides the tokens outside of a window.
+# Model family whose attention class is known → whether the class normalizes each head's query and key. The classes also
+# differ in sliding windows, but the mask hides the tokens outside of a window.
 ATTENTIONS = {"Llama": False, "Mistral": False, "Qwen2": False, "Qwen3": True}
 
 # End of a class name → the known classes with such names; for example, ("Llama", "MLP") stands for `LlamaMLP`.
@@ -48,7 +47,7 @@ NORMS = {
     "layer_norm": (("Cohere", "LayerNorm"),),
 }
 
-# Arguments of a decoder layer that change no result, because positions and mask are separate arguments.
+# A decoder layer's result does not depend on these arguments: other arguments have the positions and the cache.
 _HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
 _HARMLESS_IF_OFF = frozenset({"output_attentions", "output_hidden_states", "output_router_logits", "return_dict"})
 
@@ -124,7 +123,7 @@ def head_norms(attention: Any) -> list[Any] | None:
 
 @cache
 def _normed_heads(cls: Any) -> bool | None:
-    if cls.__bases__[0] is HeadParallel:  # the modelling code's class is the second base of a sharded class
+    if cls.__bases__[0] is HeadParallel:  # a sharded class has the original class as its second base
         cls = cls.__bases__[1]
     functions = getattr(inspect.unwrap(cls.forward), "__globals__", {})
     for name in ("apply_rotary_pos_emb", "rotate_half"):
@@ -153,6 +152,6 @@ def _code(function: Any) -> Any:
     if not isinstance(function, FunctionType):
         return None
     code = function.__code__
-    # The docstring is one of the constants, but classes with different docstrings compute the same.
+    # The docstring is one of the constants, but has no effect on what the function computes.
     constants = tuple(constant for constant in code.co_consts if constant != function.__doc__)
     return code.co_code, code.co_names, constants, code.co_varnames, code.co_argcount

@@ -1,15 +1,15 @@
 """Computes linear layers that read the same tensor as one: q | k | v of attention, gate | up of a feed-forward.
 
 x ──► [A₀ | A₁ | A₂] ──► y₀ | y₁ | y₂
-"""
 
-# A decode step on a device consists of many small products. A joint product of three layers needs one launch, and reads
-# its input once. The weights of a group of layers become one tensor, and each layer has a view of that tensor. Saving,
-# hooks and replaced weights still work.
-#
-# Names do not say which layers read the same tensor. So the layers of one module with the same input width become a
-# group. One product computes the group after a forward pass in which all layers got the same tensor, and in which one
-# product gave equal results.
+A decode step on a device consists of many small products. A joint product of three layers needs one launch, and reads
+its input once. The weights of a group of layers become one tensor, and each layer has a view of that tensor. Saving,
+hooks and replaced weights still work.
+
+Names do not say which layers read the same tensor. So the layers of one module with the same input width become a
+group. One product computes the group after a forward pass in which all layers got the same tensor, and in which one
+product gave equal results.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-# With more rows, a product is limited by arithmetic instead of memory, and a joint product saves no time.
+# With more input rows, arithmetic and not memory limits a product, so a joint product saves no time.
 MAX_ROWS = 64
 _ROWS_COMPARED = 16
 
@@ -141,7 +141,7 @@ class SideBySide:
 
 
 class PartOfProduct(nn.Linear):
-    """A linear layer whose output one product may compute together with the other layers of a group."""
+    """A linear layer of a `SideBySide` group, whose layers one product may compute together."""
 
     side_by_side: SideBySide
 

@@ -33,7 +33,7 @@ _OPERATORS = {
     "nibble_product": ("nibble_product",),
     "partial_results": ("summed",),
 }
-# Largest allowed difference between what kernels and modules add to a layer's input, relative to the largest number.
+# A layer adds a tensor to its input. Kernels and modules may differ by this fraction of the tensor's largest number.
 _TOLERANCE = 2e-2
 
 
@@ -128,7 +128,7 @@ class StepKernels:
         return cls(stacks, device) if stacks else None
 
     def obstacle(self) -> str:
-        """Return why Triton kernels cannot run on the device, or "" after importing them."""
+        """Return why Triton kernels cannot run on the device. If they can, import them and return ""."""
         if find_spec("triton") is None:
             return "Triton is not installed"
         if torch.version.hip is not None:

@@ -156,7 +156,7 @@ class Moves:
             self._request(layer).result()
             going, layer.going = layer.going, None
             if going is not None:
-                going.result()  # raises an error of `drop`, which ended before `bring`
+                going.result()  # raises the error of `drop`, which the mover thread ran before `bring`
         except BaseException:
             layer.coming = None  # the next forward pass tries the failed move again
             raise

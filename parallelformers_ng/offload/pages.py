@@ -59,7 +59,7 @@ def read_ahead(stretch: Stretch) -> None:
 
     Errors are ignored. The call waits only on Linux 5.14 or later, which has MADV_POPULATE_READ.
     """
-    for advice in (_WILLNEED, _POPULATE_READ):  # MADV_POPULATE_READ alone also reads other pages
+    for advice in (_WILLNEED, _POPULATE_READ):  # MADV_POPULATE_READ alone would also read neighbouring pages
         libc().madvise(*stretch, advice)
 
 
@@ -87,7 +87,7 @@ def make_huge(tensors: Iterable[Tensor]) -> threading.Thread | None:
 
     def collapse() -> None:
         for start, length in whole:
-            for at in range(start, start + length, _PIECE):  # an error then affects one chunk only
+            for at in range(start, start + length, _PIECE):  # an error stops one chunk only, not the whole range
                 libc().madvise(at, min(_PIECE, start + length - at), _COLLAPSE)
         kept.clear()
 

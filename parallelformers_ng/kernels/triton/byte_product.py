@@ -1,25 +1,25 @@
 """Products of 1 to 32 rows with weights of 8 bits, read as stored: integers, or fp8 (e4m3).
 
 y = (x Qᵀ) ⊙ s + b          Q: `[outputs, inputs]` of 8 bits, s: an fp32 scale for each output
-"""
 
-# One launch multiplies x by up to three weights (q | k | v, gate | up), which stay separate tensors.
-#
-# Numbers are widened to the data type of x, which holds all of them, and multiplied by tensor cores; sums are fp32.
-# fp8 is widened by shifts of its bits, for not every card from sm_80 on converts it.
-#
-# Launches: 1. For many outputs, each program computes 32 outputs, and sums over all inputs by itself. For few outputs,
-# so few programs would not keep a large card busy. Then each program sums over one split of the inputs, and y has
-# partial results, in fp32:
-#
-#     p = (x Qᵀ over the inputs of the split) ⊙ s, and + b in the first split.
-#
-# The kernel that reads y adds them in the order of the splits, see `partial_results.py`: the same call gives the same
-# bits. The splits depend on the weights, not on the rows.
-#
-# Bytes: Q and s are read once, y is written once. x is read by every program, from the second one on from the cache of
-# the card: 2 · rows / 32 bytes for each number of Q. With splits, each split reads s, and p is written:
-# 4 · rows · splits / inputs bytes for each number of Q, at most about rows / 128. The reader reads as many.
+One launch multiplies x by up to three weights (q | k | v, gate | up), which stay separate tensors.
+
+Numbers are widened to the data type of x, which holds all of them, and multiplied by tensor cores; sums are fp32.
+fp8 is widened by shifts of its bits, for not every card from sm_80 on converts it.
+
+Launches: 1. For many outputs, each program computes 32 outputs, and sums over all inputs by itself. For few outputs,
+so few programs would not keep a large card busy. Then each program sums over one split of the inputs, and y has
+partial results, in fp32:
+
+    p = (x Qᵀ over the inputs of the split) ⊙ s, and + b in the first split.
+
+The kernel that reads y adds them in the order of the splits, see `partial_results.py`: the same call gives the same
+bits. The splits depend on the weights, not on the rows.
+
+Bytes: Q and s are read once, y is written once. x is read by every program, from the second one on from the cache of
+the card: 2 · rows / 32 bytes for each number of Q. With splits, each split reads s, and p is written:
+4 · rows · splits / inputs bytes for each number of Q, at most about rows / 128. The reader reads as many.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _MAX_SPLITS = 16
 
 @triton.jit
 def _fp8_as_float32(bits):
-    # The bits of an fp8 number become those of a float32. NaN, which no encoder writes, is read as 480.
+    # Sign, exponent and fraction move to their places in a float32. NaN, which no encoder writes, is read as 480.
     placed = ((bits.to(tl.int32) << 20) & -0x78100000).to(tl.float32, bitcast=True)
     return placed * 1.329227995784916e36  # 2¹²⁰, because the bias of exponents is 127 in float32, and 7 in fp8
 

@@ -1,11 +1,11 @@
 """The gate of a feed-forward.
 
 y = silu(g) ⊙ u
-"""
 
-# Launches: 1, with a program for each block of a row.
-# Bytes: g and u are read once, y is written once. g and u may be views of one product. They are partial results, whose
-# sums are rounded to the data type of y before the gate, see `partial_results.py`.
+Launches: 1, with a program for each block of a row.
+Bytes: g and u are read once, y is written once. g and u may be views of one product. They are partial results, whose
+sums are rounded to the data type of y before the gate, see `partial_results.py`.
+"""
 
 from __future__ import annotations
 

@@ -2,15 +2,15 @@
 
 y = x Wᵀ + b           W = Q ⊙ s, rounded to the data type of x
 Q: `[outputs, inputs / 2]`, two numbers in a byte, the first one in its low bits; s: `[outputs, inputs / 32]`
-"""
 
-# Low and high bits stay apart: x is read as words of 32 bits, whose halves are the inputs of the low and of the high
-# numbers. Tensor cores multiply, sums are fp32.
-#
-# One launch multiplies x by up to three weights, which stay separate tensors.
-#
-# Launches: 1. For few outputs y is partial results, in fp32, see `byte_product.py`.
-# Bytes: Q and s are read once, y is written once. x is read by every program, see `byte_product.py`.
+Low and high bits stay apart: x is read as words of 32 bits, whose halves are the inputs of the low and of the high
+numbers. Tensor cores multiply, sums are fp32.
+
+One launch multiplies x by up to three weights, which stay separate tensors.
+
+Launches: 1. For few outputs y is partial results, in fp32, see `byte_product.py`.
+Bytes: Q and s are read once, y is written once. x is read by every program, see `byte_product.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """The sum of a residual and its RMS norm.
 
 s = x + d        y = s / √(mean(s²) + ε) ⊙ w
-"""
 
-# d is partial results, see `partial_results.py`. Their sum, and then s, are rounded to the data type of x before the
-# norm, as modelling code does.
-#
-# Launches: 1, with a program for each row, which holds the whole row in registers.
-# Bytes: x, d and w are read once, s and y are written once. Without d nothing is added, and s is not written.
+d is partial results, see `partial_results.py`. Their sum, and then s, are rounded to the data type of x before the
+norm, as modelling code does.
+
+Launches: 1, with a program for each row, which holds the whole row in registers.
+Bytes: x, d and w are read once, s and y are written once. Without d nothing is added, and s is not written.
+"""
 
 from __future__ import annotations
 

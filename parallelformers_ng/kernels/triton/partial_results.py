@@ -1,17 +1,17 @@
 """The sum of a product's partial results.
 
 y = p₀ + p₁ + … , in fp32, then rounded to the data type of the model       p: `[splits, rows, outputs]`
-"""
 
-# The products of this package return `[splits, rows, outputs]`: fp32 if their inputs are split among programs,
-# otherwise y itself with one split. The kernels that read a product add its partial results as they load them, by
-# `load_sum`: the norm, the gate, and the rotary positions. Their docstrings call such a tensor partial results, also
-# with one split.
-#
-# `summed` is for other readers, such as a sum over ranks.
-#
-# Launches: 1; for one split, none.
-# Bytes: p is read once, y is written once.
+The products of this package return `[splits, rows, outputs]`: fp32 if their inputs are split among programs,
+otherwise y itself with one split. The kernels that read a product add its partial results as they load them, by
+`load_sum`: the norm, the gate, and the rotary positions. Their docstrings call such a tensor partial results, also
+with one split.
+
+`summed` is for other readers, such as a sum over ranks.
+
+Launches: 1; for one split, none.
+Bytes: p is read once, y is written once.
+"""
 
 from __future__ import annotations
 

@@ -2,14 +2,14 @@
 
 q ↦ q ⊙ cos + (−q₂ | q₁) ⊙ sin            (q₁ | q₂): the halves of a head of q.
 keys[row, head, p] = the same of k         values[row, head, p] = v         p: position of the row.
-"""
 
-# Norms of each head's query and key come first, if the attention has them: q ↦ q / √(mean(q²) + ε) ⊙ w.
-#
-# q, k and v are partial results, see `partial_results.py`. Their sums are rounded to the data type of the cache first.
-#
-# Launches: 1, with a program for each row and head. A position outside of the cache writes nothing.
-# Bytes: q, k, v, cos and sin are read once, rotated q and a token of the cache are written once.
+Norms of each head's query and key come first, if the attention has them: q ↦ q / √(mean(q²) + ε) ⊙ w.
+
+q, k and v are partial results, see `partial_results.py`. Their sums are rounded to the data type of the cache first.
+
+Launches: 1, with a program for each row and head. A position outside of the cache writes nothing.
+Bytes: q, k, v, cos and sin are read once, rotated q and a token of the cache are written once.
+"""
 
 from __future__ import annotations
 

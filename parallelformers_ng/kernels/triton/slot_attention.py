@@ -1,21 +1,21 @@
 """Attention of one query of each row over a slot cache, `[rows, kv_heads, positions, width]`.
 
 y = softmax(scale · q Kᵀ) V
-"""
 
-# Rows have lengths of their own, which lie on the device. A row attends to the positions that its window reaches and
-# its mask shows. A row that attends to nothing gets zeros. Query heads of one key/value head share its loads.
-#
-# Launches: 2. In the first one, programs for each row, key/value head and split of the keys write partial results:
-#
-#     m = max of the scores        l = Σ exp(score − m)        a = Σ exp(score − m) · V.
-#
-# In the second one a program for each row and query head adds them up. It may count the new token as well: no program
-# of that launch reads the counter.
-#
-# Bytes: q, and the keys and values of the attended positions, are read once, with a byte of the mask for each position
-# of a row and key/value head. Nothing else of the cache is read, whatever lies there. The partial results are written
-# once and read once: 4 · (width + 2) for each split and query head.
+Rows have lengths of their own, which lie on the device. A row attends to the positions that its window reaches and
+its mask shows. A row that attends to nothing gets zeros. Query heads of one key/value head share its loads.
+
+Launches: 2. In the first one, programs for each row, key/value head and split of the keys write partial results:
+
+    m = max of the scores        l = Σ exp(score − m)        a = Σ exp(score − m) · V.
+
+In the second one a program for each row and query head adds them up. It may count the new token as well: no program
+of that launch reads the counter.
+
+Bytes: q, and the keys and values of the attended positions, are read once, with a byte of the mask for each position
+of a row and key/value head. Nothing else of the cache is read, whatever lies there. The partial results are written
+once and read once: 4 · (width + 2) for each split and query head.
+"""
 
 from __future__ import annotations
 
