@@ -29,13 +29,13 @@ HEADER_BYTES = PAGE_BYTES
 LINE_BYTES = 1024
 REASON_OFFSET, REASON_BYTES = 512, 512
 
-# Indices of the 8-byte words of the arena's header.
+# Indices of 8-byte words in the header at the beginning of the arena.
 MAGIC_WORD, WORLD_SIZE_WORD, SLOT_BYTES_WORD, ONE_SHOT_BYTES_WORD, SPIN_WORD = range(5)
 ABORT_WORD, CANCEL_WORD = 16, 32
-# Indices of the 8-byte words of a rank's line.
+# Indices of 8-byte words in a rank's line: the 1024 bytes of the arena that only this rank writes.
 COUNTER_WORD, SIGNATURE_WORD, END_WORD = 0, 1, 8
 
-PARENT = -1  # author of an abort by the parent process; ranks are numbered from 0
+PARENT = -1  # stands for the parent process as the author of an abort; other authors are ranks
 
 
 class Arena:
@@ -80,15 +80,15 @@ class Arena:
             raise ValueError(f"Arena: world_size {world_size} is not between 1 and {MAX_WORLD_SIZE}")
         places, available = 2 * world_size, available_memory()
         end_of_lines = HEADER_BYTES + places * LINE_BYTES
-        nbytes = -(-end_of_lines // PAGE_BYTES) * PAGE_BYTES + 2 * places * slot_bytes  # slots begin at a page boundary
+        nbytes = -(-end_of_lines // PAGE_BYTES) * PAGE_BYTES + 2 * places * slot_bytes  # slots begin at the next page
         if nbytes > available:
             message = f"Arena: {nbytes} bytes for {world_size} ranks exceed the available memory of {available} bytes"
             raise OSError(errno.ENOSPC, f"{message}; ask for a smaller slot_bytes")
         fd = os.memfd_create("parallelformers_ng.arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            # Without this reservation, a lack of memory would end a worker with SIGBUS later.
+            # Without this reservation, a worker that touches a page without free memory would die of SIGBUS.
             os.posix_fallocate(fd, 0, nbytes)
-            # After sealing, no process with the descriptor can shrink the memory that other processes use.
+            # A process that shrank the file would end all others with SIGBUS, so the size is sealed.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             may_spin = int((cpus or len(os.sched_getaffinity(0))) >= world_size)
             header = (MAGIC, world_size, slot_bytes, one_shot_bytes, may_spin)
@@ -107,7 +107,8 @@ class Arena:
         return self.words[self.line(place) + COUNTER_WORD]
 
     def last_collective(self, place: int) -> str:
-        """Describe the last step of a place by its signature; "" before the first step, or in the midst of a reset."""
+        """Describe a rank's last collective, for error messages; "" before the first one. `place` is the number of a
+        line."""
         operation, detail = divmod(self.words[self.line(place) + SIGNATURE_WORD + self.counter(place) % 2], 1 << 48)
         return {1: f"all_reduce of {detail // 8} numbers", 2: "all_gather"}.get(operation, "")
 
@@ -120,8 +121,12 @@ class Arena:
         return self.words[ABORT_WORD] == PARENT + 2
 
     def note_end(self, place: int, sequence: int, trace: int) -> None:
-        """Record for the other ranks that a rank has ended request `sequence`. `trace` is a 32-bit hash of its
-        collectives."""
+        """Record that a rank has ended a request, for the other ranks.
+
+        Args:
+            sequence: number of the request.
+            trace: 32-bit hash of the rank's collectives in the request.
+        """
         self.words[self.line(place) + END_WORD] = (sequence & 0xFFFFFFFF) << 32 | trace & 0xFFFFFFFF
 
     def end(self, place: int) -> tuple[int, int]:
@@ -149,13 +154,13 @@ class Arena:
         """Return an exception that says which process aborted, and why. Call this only after an abort."""
         author = self.words[ABORT_WORD] - 2
         start = self._reason_start(author)
-        # Another process may still be writing the text, so the text may be incomplete.
+        # The text may be incomplete, and end inside a character, because another process may still be writing it.
         text = self.memory[start : start + REASON_BYTES].partition(b"\0")[0].decode(errors="replace")
         who = "the parent" if author == PARENT else f"rank {author}"
         return CollectiveAbortedError(f"collective aborted by {who}: {text}")
 
     def reset(self) -> None:
-        """Set the counters, the signatures, the abort word and the cancel word to zero.
+        """Set all counters and the abort and cancel words to zero.
 
         No rank may be in a collective during the call. Every rank must call `Communicator.reset` afterwards.
         """

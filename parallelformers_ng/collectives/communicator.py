@@ -59,8 +59,8 @@ class Communicator(ABC):
     def before_reset(self, action: Callable[[], None]) -> None:
         """Register a function that runs before the connections to the other ranks are closed.
 
-        CUDA graphs that contain collectives must be destroyed before the connections. A `ProcessGroupCommunicator`
-        calls the function in `clear_up`, `reset` and `close`. Other communicators never call it.
+        CUDA graphs that contain collectives must be destroyed first. A `ProcessGroupCommunicator` calls the function in
+        `clear_up`, `reset` and `close`. Other communicators never call it.
         """
         self._before_reset.append(action)
 
@@ -104,7 +104,7 @@ class Communicator(ABC):
         return self.gather(tensor, dim, sizes)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Overwrite `tensor` with the values from rank `src`, by a gather in which only `src` has data."""
+        """Overwrite `tensor` with the tensor of rank `src`, by a gather in which only `src` sends data."""
         if not 0 <= src < self.world_size:
             raise ValueError(f"broadcast: src {src} is not between 0 and world_size - 1 = {self.world_size - 1}")
         sizes = [tensor.numel() if rank == src else 0 for rank in range(self.world_size)]
@@ -113,10 +113,9 @@ class Communicator(ABC):
         return tensor
 
     def why_void(self) -> CollectiveAbortedError | None:
-        """Return the error of an abort after which this rank's results on a device are wrong; None without an abort.
+        """Return the error of an abort that made this rank's results on a device wrong; None without an abort.
 
-        An abort ends collectives that run on a device, and the device reports no error. Later errors may follow from
-        it.
+        An abort ends the collectives that run on a device, but the device reports no error.
         """
         return None
 
@@ -125,11 +124,11 @@ class Communicator(ABC):
         yield
 
     def note_end(self, sequence: int) -> None:
-        """Record that this rank has ended a request, for `all_ended` of the other ranks."""
+        """Record that this rank has ended a request; `all_ended` of the other ranks reads the record."""
         return None
 
     def all_ended(self, sequence: int) -> bool:
-        """Wait a short time until all ranks have ended a request that failed on this rank.
+        """After a request has failed on this rank, wait a short time until all ranks have ended the request.
 
         Only NCCL's communicator waits, at most 0.1 s. Every other communicator returns False at once.
 
@@ -139,7 +138,7 @@ class Communicator(ABC):
         return False
 
     def clear_up(self) -> None:
-        """Destroy CUDA graphs with collectives after an aborted request, because the abort may wait for this."""
+        """Destroy CUDA graphs with collectives after an abort, because the abort waits until the graphs are gone."""
         return None
 
     def _part(self, width: int) -> Communicator:
@@ -153,7 +152,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Make the other ranks' current and next collectives raise CollectiveAbortedError. Any thread may call this."""
+        """Make the other ranks' current and later collectives raise CollectiveAbortedError, from any thread."""
 
     def reset(self) -> None:
         """Prepare for new collectives after an abort. Every rank must call this after the parent's `Arena.reset`."""
@@ -165,8 +164,8 @@ class Communicator(ABC):
             part.close()
 
 
-# `torch.compile` sees these two operators as opaque; their argument `communicator` is the number of a communicator.
-# Outside a trace, callers skip the operators, which saves several microseconds.
+# `torch.compile` cannot trace a collective, so a trace calls these two operators. An operator takes no Python object,
+# so its argument `communicator` is a number. Outside a trace, a direct call saves several microseconds.
 
 _numbers = itertools.count()
 _communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
@@ -195,10 +194,11 @@ def _(tensor: Tensor, communicator: int, dim: int, sizes: list[int]) -> Tensor:
 
 
 class ArenaCommunicator(Communicator):
-    """A communicator of ranks that share an arena, which transports aborts and cancellations.
+    """A communicator of ranks that share an arena, through which they see aborts and cancellations.
 
     Args:
-        place: number of this rank among all ranks of the arena; None if the communicator connects all these ranks.
+        place: number of this rank among all ranks of the arena, for the communicator of a pipeline stage; None for a
+            communicator of all ranks.
     """
 
     def __init__(self, rank: int, world_size: int, arena: Arena, place: int | None = None) -> None:
@@ -206,7 +206,7 @@ class ArenaCommunicator(Communicator):
         self._arena = arena
         self._place = rank if place is None else place
         self._owns_arena = place is None
-        # The worker reads this word at every token, so the function runs no Python code.
+        # The worker calls this function for every token, so it runs no Python code.
         self.cancel_sequence = functools.partial(arena.words.__getitem__, CANCEL_WORD)
 
     def abort(self, reason: str) -> None:
@@ -232,9 +232,9 @@ class SingleCommunicator(ArenaCommunicator):
 
 
 def summable(tensor: Tensor) -> Tensor:
-    """Return the tensor itself if a sum may overwrite it; otherwise a contiguous copy of the same shape and dtype.
+    """Return the tensor itself if a sum may overwrite it; otherwise a contiguous copy.
 
-    The backward pass may need the values of a tensor that requires a gradient, so such a tensor is copied.
+    A tensor that requires a gradient is copied, because the backward pass may need its values.
     """
     if tensor.requires_grad or not tensor.is_contiguous():
         return tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -242,7 +242,8 @@ def summable(tensor: Tensor) -> Tensor:
 
 
 def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> Tensor:
-    """Write ((parts[0] + parts[1]) + parts[2]) + … to `out`, and return `out`."""
+    """Write ((parts[0] + parts[1]) + parts[2]) + … to `out`, and return `out`. The fixed order gives all ranks the same
+    bits."""
     wide = torch.float32 if out.dtype in (torch.bfloat16, torch.float16) else out.dtype
     total = parts[0].to(wide, copy=True)
     for part in parts[1:]:

@@ -31,7 +31,7 @@ def chosen_backend(backend: str, device_type: str) -> str:
 
 
 def why_unserved(backend: str, device_type: str, device_ids: Sequence[int] | None) -> str:
-    """Return why a backend cannot run collectives between ranks on these devices; "" if it can."""
+    """Return why a backend cannot run collectives between ranks on such devices; "" if it can."""
     if backend not in BACKENDS:
         return f"backend is {backend!r}; it takes one of {', '.join(BACKENDS)}"
     backend = chosen_backend(backend, device_type)
@@ -45,7 +45,7 @@ def why_unserved(backend: str, device_type: str, device_ids: Sequence[int] | Non
             f"torch {torch.__version__} was built without NCCL; pass backend='shared_memory', or install another torch"
         )
     ids = list(device_ids or ())
-    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # NCCL reads the variable from 2.30 on
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # NCCL 2.30 and later read it
     if backend == "nccl" and len(set(ids)) < len(ids) and not may_share:
         return (
             f"device_ids {ids} name a device twice, but NCCL needs one device for each rank; pass"

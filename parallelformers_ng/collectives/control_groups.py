@@ -30,7 +30,8 @@ def memory_left() -> int | None:
 
 
 def _directories(controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's control groups that have a given controller; each group before its parent."""
+    """Yield the folders of this process's control groups with a controller, such as "cpu". A group comes before its
+    parent."""
     for controllers, path in own_groups():
         if controllers and controller not in controllers.split(","):
             continue
@@ -43,9 +44,9 @@ def _directories(controller: str) -> Iterator[Path]:
 
 
 def own_groups() -> list[tuple[str, str]]:
-    """Return the control groups of this process as (controllers, path), as in `/proc/self/cgroup` (cgroups(7)).
+    """Return the control groups of this process, as (controllers, path); empty if `/proc/self/cgroup` cannot be read.
 
-    Controllers are a text with commas, "" for version 2. The result is empty if the file cannot be read.
+    Controllers are separated by commas; version 2 has "" instead. The format is that of cgroups(7).
     """
     lines = kernel_text("/proc/self/cgroup").splitlines()
     return [(fields[1], fields[2]) for line in lines if len(fields := line.split(":", 2)) == 3]

@@ -22,13 +22,14 @@ from parallelformers_ng.wire.transport import SPIN_SECONDS
 
 _HEAD = struct.Struct("<QQQ")
 _HEAD_BYTES = _HEAD.size + SIGNATURE_BYTES
-_WATCH_SECONDS = 0.02  # longest sleep between two reads of the abort word
+_WATCH_SECONDS = 0.02  # a waiting leader looks for an abort this often
 
 Buffer = bytes | bytearray | memoryview
 
 
 class _Link:
-    """A connection to the leader of another host. No call blocks; the next call continues an unfinished record."""
+    """A connection to the leader of another host, for records. No method waits: a later call sends or receives the rest
+    of a record."""
 
     def __init__(self, connection: socket.socket, session: Session) -> None:
         connection.setblocking(False)
@@ -37,10 +38,10 @@ class _Link:
         self.unsent: list[memoryview] = []
         self._coming = memoryview(bytearray(_HEAD_BYTES))
         self._have = 0
-        self._head: tuple[int, int, int] | None = None  # header of the record whose body comes next
+        self._head: tuple[int, int, int] | None = None  # header of a record whose body has not arrived yet
 
     def put(self, generation: int, step: int, body: Buffer) -> None:
-        """Queue a record. `body` must not change until `send` has sent it, or `Links.exchange` has copied it."""
+        """Queue a record. `body` must not change until the record is sent, or `Links.exchange` has copied the body."""
         head = _HEAD.pack(generation, step, len(body))
         parts = (head, self._sending.sign(head), body, self._sending.sign(body))
         self.unsent += [memoryview(part) for part in parts]
@@ -58,7 +59,10 @@ class _Link:
                 self.unsent[0] = self.unsent[0][count:]
 
     def take(self, generation: int, step: int, size: int) -> memoryview | None:
-        """Return the body of the expected record, or None if bytes are missing. Drop records from before a reset."""
+        """Return the body of the record with this generation and step, or None if bytes are still missing.
+
+        Records of an earlier generation, from before a reset, are dropped. Raises DivergedError for any other record.
+        """
         while self._fill():
             text = self._coming[:-SIGNATURE_BYTES]
             self._receiving.check(self._coming[-SIGNATURE_BYTES:], text)
@@ -127,18 +131,18 @@ class Links:
                         received[other] = body
                         del missing[other]
                 if not missing and not any(link.unsent for link in sending):
-                    break  # everything is sent and received: a further wait would only time out
+                    break  # `_wait` would only time out, because nothing more comes
                 self._wait(start, missing)
         except (OSError, ProtocolError) as error:
             raise CollectiveAbortedError(f"host {self._host}: the connection to host {other} broke: {error}") from error
         finally:
             for link in sending:
-                # Copy the unsent bytes: after this call, the caller may free or change the tensor that holds them.
+                # Unsent bytes are copied, because the caller may change its tensor after this call.
                 link.unsent = [memoryview(bytes(part)) for part in link.unsent]
         return [part for part in received if part is not None]
 
     def reset(self) -> None:
-        """Prepare for new exchanges after an abort, on every leader. Data that was sent before is dropped."""
+        """Prepare every leader for new exchanges after an abort. Records from before the reset will be dropped."""
         self._generation += 1
         self._step = 0
 
@@ -147,7 +151,7 @@ class Links:
             link.connection.close()
 
     def _wait(self, start: float, missing: Mapping[int, _Link]) -> None:
-        """Wait a short time until a connection can send or receive; raise on an abort or after the timeout."""
+        """Wait until a connection can send or receive, at most 20 ms. Raises an error after an abort or the timeout."""
         if self._arena.aborted:
             raise self._arena.abort_error()
         waited = time.monotonic() - start

@@ -21,20 +21,20 @@ from parallelformers_ng.collectives.small_sums import SmallSums, proven_small_su
 from parallelformers_ng.errors import CollectiveAbortedError, StartupError
 
 WATCH_SECONDS = 0.02
-# Longest time that a collective takes to pass NCCL's locks. A longer call of NCCL is waiting for another rank.
+# A call of NCCL that takes longer than this is waiting for another rank.
 ENTRY_SECONDS = 0.25
-END_SECONDS = 2.0  # when the group closes, `SmallSums` waits this long for other ranks
-SETTLE_SECONDS = 0.1  # longest time between the failures of two ranks for the same reason
+END_SECONDS = 2.0  # at the end of the group, kernels of `SmallSums` wait this long for other ranks
+SETTLE_SECONDS = 0.1  # if all ranks fail for the same reason, the last rank fails within this time
 
-# Names of an environment variable, the current name first → its value if the user has set none of the names.
+# Names of an environment variable, new name first → value that this package sets if the user has set neither name.
 _NCCL_DEFAULTS = {
-    ("NCCL_SOCKET_IFNAME",): "=lo",  # all ranks are on this machine, so the loopback interface is enough
+    ("NCCL_SOCKET_IFNAME",): "=lo",  # all ranks are on one machine, so loopback is enough
     ("NCCL_RAS_ENABLE",): "0",  # NCCL's status service would open a port
-    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "0",  # torch would record a traceback of every collective
+    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "0",  # or torch records each traceback
     # By default torch ends the process a minute after an error of NCCL, but the group handles such errors itself.
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"): "0",
     ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",): "0",
-    ("TORCH_NCCL_ENABLE_MONITORING",): "0",  # torch's monitor would end the process if torch's watchdog seems stuck
+    ("TORCH_NCCL_ENABLE_MONITORING",): "0",  # torch's monitor would end a process whose watchdog seems stuck
 }
 
 
@@ -77,12 +77,12 @@ class NcclCommunicator(ProcessGroupCommunicator):
         self._device = device
         self._is_on_one_host = is_on_one_host
         self._small: SmallSums | None = None
-        self._may_try_small = True  # False after a failed trial, which is not repeated
+        self._may_try_small = True  # False after a failed trial, so that a reset does not repeat the trial
         self._closed = threading.Event()
         self._entering = threading.Lock()  # held while a collective is queued, so that no abort begins then
         self._ending = threading.Lock()  # held while a process group is aborted
-        self._ended: Any = None  # the process group that was aborted last
-        self._trace = 0  # hash of the collectives queued in this request
+        self._ended: Any = None  # the process group that was aborted last, because a group must be aborted only once
+        self._trace = 0  # hash of this request's collectives, which all ranks compare after an error
         os.environ.update(nccl_defaults(os.environ))
         super().__init__(*membership)
         self._watcher = threading.Thread(target=self._watch, name="nccl-abort-watch", daemon=True)
@@ -118,7 +118,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
 
     def all_ended(self, sequence: int) -> bool:
         if self._parts or not self._owns_arena or self.world_size != self._arena.world_size:
-            return False  # stages queue different collectives, so their traces cannot be compared
+            return False  # pipeline stages queue different collectives, so traces differ
         own, begun = self._trace, time.monotonic()
         self.note_end(sequence)
         while not self._arena.aborted and time.monotonic() - begun < SETTLE_SECONDS:
@@ -137,7 +137,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
         super().reset()
         if small is not None:
             small.close()
-        with contextlib.suppress(CollectiveAbortedError):  # the next request will raise this error
+        with contextlib.suppress(CollectiveAbortedError):  # the next request will raise the error
             self._try_small_sums()
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
         small, self._small = self._small, None
         if small is not None:
             small.limit(END_SECONDS)
-        self.clear_up()  # destroys CUDA graphs, for which an abort that has begun waits
+        self.clear_up()  # an abort that has begun waits until the CUDA graphs are destroyed
         self._watcher.join()
         if small is not None:
             self._abort_group()
@@ -158,7 +158,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
             small = proven_small_sums(self, store, self._device, lambda: self._arena.aborted, may_try)
             if not self._arena.aborted:
                 self._small, self._may_try_small = small, small is not None
-            elif small is not None:  # after an abort, the ranks may disagree; a reset repeats the trial
+            elif small is not None:  # after an abort, the ranks may disagree, so a reset repeats the trial
                 small.close()
 
     def _new_group(self, store: dist.Store) -> Any:
@@ -179,8 +179,8 @@ class NcclCommunicator(ProcessGroupCommunicator):
 
     def _sum_in_place(self, group: Any, tensor: Tensor) -> None:
         options = dist.AllreduceOptions()
-        options.asyncOp = False  # the sum runs on the current stream, so streams need not synchronize
-        group.allreduce([tensor], options)  # no `wait` is needed: later work is on the same stream
+        options.asyncOp = False  # on the current stream, a sum needs no synchronization
+        group.allreduce([tensor], options)  # no `wait`, because later work is on the same stream
 
     def _gather_into(self, whole: Tensor, own: Tensor) -> None:
         options = AllgatherOptions()
@@ -190,10 +190,10 @@ class NcclCommunicator(ProcessGroupCommunicator):
 
     @contextlib.contextmanager
     def _queueing(self, kind: int) -> Iterator[None]:
-        """Let no abort begin before NCCL's call returns, which queues a collective; add the collective to the trace.
+        """Context in which NCCL queues a collective: no abort begins inside, and the collective is added to the trace.
 
         Args:
-            kind: number that identifies the collective and its size, for the trace.
+            kind: number for the trace, equal for equal collectives.
         """
         while not self._entering.acquire(timeout=WATCH_SECONDS):
             self._check_aborted()
@@ -202,7 +202,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
             self._note(kind)
             yield
         except BaseException:
-            self._trace = -1 - self.rank  # a value that no other rank has, so that `all_ended` returns False
+            self._trace = -1 - self.rank  # differs on each rank, so that `all_ended` returns False
             raise
         finally:
             self._entering.release()
@@ -219,8 +219,8 @@ class NcclCommunicator(ProcessGroupCommunicator):
     def _watch(self) -> None:
         while not self._closed.wait(WATCH_SECONDS):
             if self._arena.aborted and self._ended is not self._group:
-                # Let a collective that began before the abort pass torch's lock. If that takes longer, it waits for
-                # another rank.
+                # Give a collective that is just being queued time to finish. One that takes longer waits for another
+                # rank, and only the abort ends it.
                 if self._entering.acquire(timeout=ENTRY_SECONDS):
                     self._entering.release()
                 self._abort_group()

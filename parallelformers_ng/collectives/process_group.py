@@ -24,7 +24,7 @@ from parallelformers_ng.errors import CollectiveAbortedError
 def create_rendezvous() -> int:
     """Return the descriptor of a new empty file without a name, through which torch's `FileStore` connects the ranks.
 
-    Other programs cannot find the file, and a crash leaves no file on disk. The caller must close the descriptor when
+    Other programs cannot open the file, and a crash leaves nothing on disk. The caller must close the descriptor when
     the group ends.
     """
     return os.memfd_create("parallelformers_ng-rendezvous", os.MFD_CLOEXEC)
@@ -50,7 +50,7 @@ class ProcessGroupCommunicator(ArenaCommunicator):
 
     @abstractmethod
     def _gather_into(self, whole: Tensor, own: Tensor) -> None:
-        """Write every rank's bytes `own` to `whole`, in rank order. On CUDA the data may arrive after the call."""
+        """Write every rank's bytes `own` to `whole`, in rank order. On CUDA the bytes may arrive after the call."""
 
     def _of_part(self, width: int) -> tuple[int, int, dist.Store, float, Arena, int]:
         store = dist.PrefixStore(f"stage {self.rank // width} of {width}", self._store)
@@ -63,7 +63,7 @@ class ProcessGroupCommunicator(ArenaCommunicator):
         return dist.PrefixStore(str(self._generation), self._store)
 
     def _gather(self, tensor: Tensor) -> Tensor:
-        """Return all ranks' tensors as `[world_size, *shape]`; shape and dtype must be equal on all ranks.
+        """Return all ranks' tensors as `[world_size, *shape]`. Shape and dtype must be equal on all ranks.
 
         The tensors are sent as bytes, because no backend supports every dtype.
         """
@@ -76,14 +76,14 @@ class ProcessGroupCommunicator(ArenaCommunicator):
 
     def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor:
         longest = max(sizes)
-        if tensor.shape[dim] < longest:  # pad, because the backends need equal sizes on all ranks
+        if tensor.shape[dim] < longest:  # backends need equal sizes on all ranks, so pad the tensor
             shape = list(tensor.shape)
             shape[dim] = longest
             padded = tensor.new_zeros(shape)
             padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor.detach())
             tensor = padded
         parts = self._gather(tensor)
-        if dim == 0 and min(sizes) == longest:  # the ranks' tensors are adjacent in memory already
+        if dim == 0 and min(sizes) == longest:  # `torch.cat` would copy tensors that are adjacent already
             return parts.flatten(0, 1)
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
@@ -127,7 +127,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
 
     def _new_group(self, store: dist.Store) -> Any:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from the stub
-        # Use the loopback interface, whatever the environment variable GLOO_SOCKET_IFNAME says.
+        # All ranks are on one machine, so the variable GLOO_SOCKET_IFNAME must not select another interface.
         options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
         options._timeout = timedelta(seconds=self._timeout)
         return dist.ProcessGroupGloo(store, self.rank, self.world_size, options)

@@ -19,9 +19,9 @@ except ImportError as error:  # the C kernel was not built, for example without 
     _kernel = None  # type: ignore[assignment]
     logging.getLogger("parallelformers_ng").debug("collectives in shared memory are not available: %s", error)
 
-# Status that the kernel returns for a collective. Any other status means that the ranks have diverged.
+# A collective of the C kernel returns one of these numbers, or another number if the ranks' collectives differ.
 DONE, ABORTED, TIMED_OUT = 0, 1, 2
-# Data types that the kernel can sum → the kernel's number for the type.
+# Data type that the C kernel can sum → the kernel's number for the type.
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
@@ -55,7 +55,7 @@ class SharedMemoryCommunicator(ArenaCommunicator):
         return SharedMemoryCommunicator(self._arena, self.rank, self._timeout, width)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        # Called twice for each layer and token, so this method does as little as possible.
+        # The common case comes first and calls no function, because a step sums twice in each layer.
         kind = KINDS.get(tensor.dtype)
         if kind is None or tensor.requires_grad or not tensor.is_cpu or not tensor.is_contiguous():
             return self._sum_any(tensor)
@@ -84,7 +84,7 @@ class SharedMemoryCommunicator(ArenaCommunicator):
         return out
 
     def reset(self) -> None:
-        # A counter above 0 means that the parent has not called `Arena.reset` yet.
+        # `Arena.reset` of the parent sets the counter to 0, and must come first.
         if self._arena.counter(self._first + self.rank):
             raise ProtocolError(f"rank {self._place}: reset() was called before the parent's Arena.reset()")
         super().reset()
@@ -94,7 +94,7 @@ class SharedMemoryCommunicator(ArenaCommunicator):
         super().close()
 
     def check(self, status: int, operation: str) -> None:
-        """Raise an error unless the kernel's status is DONE. If no rank has aborted yet, abort the other ranks."""
+        """Raise the error that the kernel's status stands for. An error of this rank also aborts the other ranks."""
         if status == DONE:
             return
         if status == ABORTED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
+import struct
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.errors import GroupError
-from parallelformers_ng.wire.by_value import ReferenceUnpickler
+from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickler
 
 T = TypeVar("T")
 
-# Bytes that `share` sends before other ranks know the result's size. The result of a decode step usually fits.
+# The other ranks do not know a result's size, so the first exchange has this size. A decode step's result usually fits.
 FIRST_BYTES = 32 * 1024
 _WORD, _LINE = 8, 64
 _TEXT_BYTES = 256
@@ -26,12 +26,12 @@ _TEXT_BYTES = 256
 def share(communicator: Communicator, source: int, compute: Callable[[], T] | None, device: torch.device) -> T:
     """Run `compute` on rank `source`, and return its result on every rank. All ranks must call this function together.
 
-    If `compute` raises an exception, or pickle refuses the result, this rank raises the exception. The caller must then
-    abort the communicator, as for any collective.
+    If `compute` raises an exception, or the result cannot be pickled, this rank raises the exception. The caller must
+    then abort the communicator, as for any collective.
 
     Args:
-        compute: function that returns the result, which pickle must accept; None on a rank that receives the result. A
-            rank other than `source` that passes a function gets the result of its own function.
+        compute: function that returns the result. A rank other than `source` passes None; if it passes a function, it
+            gets the result of its own function.
     """
     result: Any = None if compute is None else compute()
     if communicator.world_size == 1:
@@ -44,7 +44,8 @@ def share(communicator: Communicator, source: int, compute: Callable[[], T] | No
 def agreed(
     communicator: Communicator, device: torch.device, part: Callable[[], str | None], of_first: bool = False
 ) -> str:
-    """Run one check of a trial on every rank; return the reason of the first rank whose check failed, or "".
+    """Run a check on every rank, and return the same reason on all ranks: that of the first rank whose check failed, or
+    "".
 
     Args:
         part: check that returns the reason for a failure, or None or "". An exception is a failure, too. With several
@@ -55,7 +56,7 @@ def agreed(
         reason = part() or ""
     except GroupError:
         raise
-    except Exception as error:  # a trial may fail in any way, for example for lack of memory
+    except Exception as error:  # any error is a failed check, for example a lack of memory
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if communicator.world_size == 1:
         return reason
@@ -80,20 +81,30 @@ def _broadcast(communicator: Communicator, source: int, data: Tensor | None, dev
 
 
 def _packed(value: Any, device: torch.device) -> Tensor:
-    """Return a value as bytes: total size, size of the pickle, the pickle, then each tensor at a multiple of 64 bytes.
+    """Return a value as a uint8 tensor of at least `FIRST_BYTES`.
 
-    The result is a uint8 tensor of at least `FIRST_BYTES`.
+    The tensor has the total size, the size of the pickle, the pickle, and then each tensor of the value at a multiple
+    of 64 bytes.
     """
+    tensors: list[tuple[int, Tensor]] = []
+    end = 0
+
+    def reference(item: Any) -> tuple[int, tuple[int, ...], torch.dtype] | None:
+        nonlocal end
+        if not isinstance(item, Tensor):
+            return None
+        place, end = end, _aligned(end + item.nbytes)
+        tensors.append((place, item))
+        return place, tuple(item.shape), item.dtype
+
     buffer = io.BytesIO()
-    pickler = _TensorPickler(buffer)
-    pickler.dump(value)
-    text = buffer.getvalue()
-    begin = _aligned(2 * _WORD + len(text))
-    data = torch.empty(max(begin + pickler.end, FIRST_BYTES), dtype=torch.uint8)
-    data[: 2 * _WORD].view(torch.int64).copy_(torch.tensor([begin + pickler.end, len(text)]))
-    data[2 * _WORD : 2 * _WORD + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    ReferencePickler(buffer, reference).dump(value)
+    begin = _aligned(2 * _WORD + buffer.tell())
+    head = struct.pack("=2q", begin + end, buffer.tell()) + buffer.getvalue()
+    data = torch.empty(max(begin + end, FIRST_BYTES), dtype=torch.uint8)
+    data[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
     data = data.to(device)
-    for place, tensor in pickler.tensors:
+    for place, tensor in tensors:
         if tensor.numel():
             start = begin + place
             data[start : start + tensor.nbytes].view(tensor.dtype).copy_(tensor.detach().reshape(-1))
@@ -114,19 +125,3 @@ def _unpacked(data: Tensor) -> Any:
 
 def _aligned(place: int) -> int:
     return -(-place // _LINE) * _LINE
-
-
-class _TensorPickler(pickle.Pickler):
-    """A pickler that writes a tensor's byte offset, shape and data type instead of its numbers; see `tensors`."""
-
-    def __init__(self, buffer: io.BytesIO) -> None:
-        super().__init__(buffer, protocol=5)
-        self.tensors: list[tuple[int, Tensor]] = []
-        self.end = 0
-
-    def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return None
-        place, self.end = self.end, _aligned(self.end + value.nbytes)
-        self.tensors.append((place, value))
-        return place, tuple(value.shape), value.dtype

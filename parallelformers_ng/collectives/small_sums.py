@@ -27,13 +27,13 @@ from torch.distributed.distributed_c10d import _register_process_group, _unregis
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.shared_result import agreed
 
-MAX_BYTES = 256 * 1024  # tensors of this many bytes or more are summed by NCCL
-TRIAL_SECONDS = 5.0  # longest time of the trial, and of the exchange of memory handles
+MAX_BYTES = 256 * 1024  # NCCL sums tensors of this many bytes or more
+TRIAL_SECONDS = 5.0  # a trial that takes longer has failed, as has an exchange of memory handles
 _TYPES = (torch.bfloat16, torch.float32)  # the types that torch's kernel is compiled for (CUDASymmetricMemoryOps.cu)
 _LOAD_BYTES = 16  # each thread of the kernel loads 16 bytes at a time (`get_and_verify_alignment`)
-_MAX_BLOCKS = 24  # largest number of the kernel's thread blocks (`one_shot_all_reduce_max_num_blocks`)
+_MAX_BLOCKS = 24  # the kernel has at most 24 thread blocks (`one_shot_all_reduce_max_num_blocks`)
 _MIN_CAPABILITY = (8, 0)  # on older devices the kernel fails (`add_bf16x2` of CUDASymmetricMemory-inl.cuh)
-_SOCKET_FOLDERS = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # folders of torch's socket (`IpcChannel::get_socket_name`)
+_SOCKET_FOLDERS = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # torch makes a socket in one of them (`IpcChannel`)
 _MAX_PATH_BYTES = 107  # longest path of a socket; torch's `IpcChannel` copies longer paths beyond its buffer
 _LOOK_SECONDS, _RELEASE_SECONDS = 0.02, 0.0005
 log = logging.getLogger("parallelformers_ng")
@@ -63,12 +63,14 @@ class SmallSums:
         self._rank = rank
         self._device = device
         self._is_aborted = is_aborted
-        self._name = cast(Any, f"parallelformers_ng small sums {next(_numbers)}")  # newer torch wants a `GroupName`
+        self._name = cast(
+            Any, f"parallelformers_ng small sums {next(_numbers)}"
+        )  # the stub of some versions of torch wants a `GroupName`
         self._deadline = math.inf
         self._has_released = False
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        store = store.clone()  # type: ignore[attr-defined]  # missing from the stub; has its own time limit
+        store = store.clone()  # type: ignore[attr-defined]  # missing from the stub
         store.set_timeout(timedelta(seconds=TRIAL_SECONDS))
         group = dist.ProcessGroup(dist.PrefixStore("small sums", store), rank, world_size)
         _register_process_group(self._name, group)
@@ -82,21 +84,22 @@ class SmallSums:
             raise
         self._buffers = {dtype: buffer.view(dtype) for dtype in _TYPES}
         self._owners: list[Any] = [group, handle]
-        # Signals of a rank: element (block, r) is 1 after rank r has signalled, and 0 again after the rank has waited.
         others = [other for other in range(world_size) if other != rank]
+        # Rank r sets element (block, r) of another rank's signals to 1, and the other rank sets it to 0 after its wait.
         self._awaited = [signals[rank][:, other] for other in others]
         self._untaken = [signals[other][:, rank] for other in others]
-        self._stream = torch.cuda.Stream(device, priority=-1)  # other streams may be blocked by waiting kernels
-        # Launch the kernel of `fill_` now: CUDA loads a kernel at its first launch, which could wait for running
-        # kernels.
+        self._stream = torch.cuda.Stream(
+            device, priority=-1
+        )  # a high priority, as waiting kernels may block other streams
+        # CUDA loads a kernel at its first launch, which may wait for running kernels. So `fill_` is launched once now.
         torch.zeros(shape, dtype=torch.int32, device=device)[:, 0].fill_(1)
         self._thread = threading.Thread(target=self._watch, name="small-sums-watch", daemon=True)
         self._thread.start()
 
     @staticmethod
     def can_sum(tensor: Tensor) -> bool:
-        """Return whether the kernel can sum a contiguous tensor. The answer depends only on dtype and size, so all
-        ranks get the same answer."""
+        """Return whether the kernel can sum a contiguous tensor. The answer depends only on dtype and size, so it is
+        the same on all ranks."""
         return tensor.dtype in _TYPES and 0 < tensor.nbytes < MAX_BYTES and tensor.nbytes % _LOAD_BYTES == 0
 
     def sum(self, tensor: Tensor) -> None:
@@ -111,7 +114,7 @@ class SmallSums:
             tensor.copy_(total)
 
     def limit(self, seconds: float) -> None:
-        """Let kernels wait for other ranks at most `seconds` from now; `math.inf` removes the limit."""
+        """From now on, let kernels wait at most `seconds` for other ranks."""
         self._deadline = time.monotonic() + seconds
 
     def difference(self, communicator: Communicator) -> str:
@@ -129,7 +132,9 @@ class SmallSums:
         self.limit(TRIAL_SECONDS)
         for own, _ in pairs:
             self.sum(own)
-        are_equal = [torch.equal(own, total) for own, total in pairs]  # `torch.equal` waits for the device
+        are_equal = [
+            torch.equal(own, total) for own, total in pairs
+        ]  # `torch.equal` waits for the device, so the sums have ended
         with self._lock:
             self._deadline = math.inf
             if self._has_released:
@@ -137,8 +142,8 @@ class SmallSums:
         return "" if all(are_equal) else "a sum differs from NCCL's"
 
     def close(self) -> None:
-        """Wait for the device, and free the memory. CUDA graphs that contain sums must have been destroyed before."""
-        with contextlib.suppress(RuntimeError):  # ignore device errors, which a request has already reported
+        """Wait for the device, and free the memory. CUDA graphs that contain sums must be destroyed before."""
+        with contextlib.suppress(RuntimeError):  # a request has reported the device error
             torch.cuda.synchronize(self._device)
         self._closed.set()
         self._thread.join()
@@ -147,7 +152,7 @@ class SmallSums:
         _unregister_process_group(self._name)
 
     def _watch(self) -> None:
-        with torch.cuda.device(self._device), contextlib.suppress(RuntimeError):  # ignore: requests report them
+        with torch.cuda.device(self._device), contextlib.suppress(RuntimeError):  # requests report device errors
             while not self._closed.wait(_RELEASE_SECONDS if self._has_released else _LOOK_SECONDS):
                 with self._lock:
                     self._has_released |= self._is_aborted() or time.monotonic() >= self._deadline
@@ -155,7 +160,7 @@ class SmallSums:
                     self._release()
 
     def _release(self) -> None:
-        """Write the signals that the kernels wait for, so that they end (`put_signal` and `wait_signal` of torch)."""
+        """Write the signals that waiting kernels read, so that the kernels end (see torch's `wait_signal`)."""
         with torch.cuda.stream(self._stream):
             for signals in self._untaken:
                 signals.fill_(0)
@@ -167,7 +172,8 @@ class SmallSums:
 def proven_small_sums(
     communicator: Communicator, store: dist.Store, device: torch.device, is_aborted: Callable[[], bool], may_try: bool
 ) -> SmallSums | None:
-    """Create small sums, and test them against the sums of `communicator`; None if `communicator` must sum all tensors.
+    """Create small sums, and compare their results with those of `communicator`. Return None if the comparison or a
+    check before it fails; then `communicator` sums all tensors.
 
     All ranks must call this function together, and all ranks get the same decision, unless the group was aborted
     meanwhile. After a trial, rank 0 logs one line.

@@ -17,7 +17,7 @@ from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.nccl import NcclCommunicator
 from parallelformers_ng.errors import CollectiveAbortedError, StartupError
 
-_SLOT_BYTES = 256  # room for a length byte, and for NCCL's unique id of 128 bytes
+_SLOT_BYTES = 256  # a length byte and NCCL's unique id of 128 bytes need 129
 _SIOCGIFADDR = 0x8915
 
 
@@ -34,8 +34,8 @@ class HandedOver(dist.Store):
         self._between = between
         self._source = source
 
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch passes bytes, its stub says str
-        # Ignore other keys: with them torch's watchdogs report errors, which `abort` already reports to all ranks.
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # the stub says str
+        # Only this key has NCCL's id. torch's watchdogs report errors by other keys, but `abort` reports them already.
         if "/" in key and ":" not in key:
             self._exchange(value)
 
@@ -69,7 +69,7 @@ class SpanningNcclCommunicator(NcclCommunicator):
         self._between = between
         if "NCCL_SOCKET_IFNAME" not in os.environ:
             os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(address)}"
-        os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(between.world_size)  # all ranks then share one unique id of NCCL
+        os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(between.world_size)  # all ranks then share one unique id
         membership = between.rank, between.world_size, HandedOver(between, 0), timeout, arena, place
         super().__init__(*membership, device=device, is_on_one_host=False)
 
@@ -112,7 +112,7 @@ def _find_4(address: str) -> str | None:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(query, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # this interface has no IPv4 address, so it cannot be the wanted one
+            except OSError:  # an interface without an IPv4 address has no answer
                 continue
             if answer[20:24] == socket.inet_aton(address):
                 return name

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _Meeting:
-    """An all-gather between threads: each rank stores an item, waits at a barrier, and reads the items of all ranks."""
+    """An all-gather between threads: each rank stores an item, waits at a barrier, and reads all ranks' items."""
 
     def __init__(self, world_size: int, timeout: float) -> None:
         self.barrier = threading.Barrier(world_size, timeout=timeout)
@@ -24,7 +24,7 @@ class _Meeting:
         self.timeout, self.ended = timeout, False
 
     def end(self) -> None:
-        """Record that a rank has ended, so that ranks that wait for it raise CollectiveAbortedError."""
+        """Record that a rank has ended, so that the other ranks raise CollectiveAbortedError instead of waiting."""
         self.ended = True
         if self.barrier.n_waiting:
             self.barrier.abort()
@@ -55,7 +55,7 @@ class ThreadCommunicator(Communicator):
 
     def _part(self, width: int) -> ThreadCommunicator:
         meetings = self._meeting.exchange(self.rank, _Meeting(width, self._meeting.timeout))
-        first = self.rank - self.rank % width  # all ranks of the stage use the `_Meeting` of its first rank
+        first = self.rank - self.rank % width  # a stage needs one common `_Meeting`: that of its first rank
         return ThreadCommunicator(self.rank - first, width, meetings[first])
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ class ThreadCommunicator(Communicator):
 
 
 def run_ranks(world_size: int, body: Callable[[Communicator], T], timeout: float = 60.0) -> list[T]:
-    """Run `body(communicator)` in one thread for each of `world_size` ranks; return the results in rank order."""
+    """Run `body(communicator)` in one thread for each rank, and return the results in rank order."""
     meeting = _Meeting(world_size, timeout)
 
     def run(rank: int) -> T:

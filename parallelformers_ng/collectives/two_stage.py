@@ -32,7 +32,7 @@ class TwoStageCommunicator(Communicator):
     def _part(self, width: int) -> Communicator:
         if any(count % width for count in self._counts):
             raise ValueError(f"hosts of {self._counts} ranks cannot be divided into stages of {width} ranks")
-        return self._within.within(width)  # the host's communicator resets and closes this stage
+        return self._within.within(width)  # a stage lies within a host, whose communicator also resets it
 
     def sum(self, tensor: Tensor) -> Tensor:
         out = self._within.sum(summable(tensor))
@@ -61,7 +61,7 @@ class TwoStageCommunicator(Communicator):
         return self._spread(out)
 
     def abort(self, reason: str) -> None:
-        self._within.abort(reason)  # this host's agent forwards the abort to the other hosts
+        self._within.abort(reason)  # the agent of this host forwards the abort to the other hosts
 
     def reset(self) -> None:
         self._within.reset()

@@ -1,12 +1,13 @@
-"""Implements `parallelize(decode="cuda_graphs")`: records a decode step once, and replays it without Python."""
+"""Implements `parallelize(decode="cuda_graphs")`: records a decode step once, and replays it without Python.
 
-# The prefill is not recorded. Among later steps with equal argument shapes, the first step runs normally and is checked
-# for operators that cannot be recorded. The second step is recorded, and the recording is used from then on, also in
-# later calls. A recording uses fixed memory: buffers for arguments, and a cache whose memory is reused.
-#
-# Batches are padded to buckets of 1, 2, 4, 8, … rows. A cache has memory for all rows of its bucket. A call with fewer
-# rows uses the first rows: the prefill and the reordering of beams see a view of the call's rows, while the recorded
-# step computes all rows. Rows do not influence each other, and the results of unused rows are discarded.
+The prefill is not recorded. Among later steps with equal argument shapes, the first step runs normally and is checked
+for operators that cannot be recorded. The second step is recorded, and the recording is used from then on, also in
+later calls. A recording uses fixed memory: buffers for arguments, and a cache whose memory is reused.
+
+Batches are padded to buckets of 1, 2, 4, 8, … rows. A cache has memory for all rows of its bucket. A call with fewer
+rows uses the first rows: the prefill and the reordering of beams see a view of the call's rows, while the recorded
+step computes all rows. Rows do not influence each other, and the results of unused rows are discarded.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from parallelformers_ng.cuda_graphs.static_caches import LENGTH_STEP, ReusableCa
 from parallelformers_ng.errors import GroupError
 from parallelformers_ng.sharding.cache_names import CACHE
 
-# Maximum number of CUDA graphs for one cache. A model that needs more passes a new constant argument at each step.
+# A model that needs more CUDA graphs for one cache has a Python number in its arguments that changes in each step.
 MAX_KINDS_OF_STEP = 64
 
 
@@ -36,7 +37,7 @@ class CapturedSteps:
 
     Attributes:
         trial: decides whether Triton kernels compute the steps; None if the model has no layers for these kernels.
-        reason: why steps of the last call ran without a CUDA graph; "" if they used graphs.
+        reason: why the last step did not use a CUDA graph, or "".
     """
 
     def __init__(self, recorder: CudaRecorder, communicator: Communicator) -> None:
@@ -44,12 +45,12 @@ class CapturedSteps:
         self.recorder = recorder
         self.trial: KernelTrial | None = None
         self._communicator = communicator
-        self._caches: dict[int, ReusableCache] = {}  # number of rows (a power of two) → cache
+        self._caches: dict[int, ReusableCache] = {}  # the key is the number of rows, a power of two
         self._current: ReusableCache | None = None
         communicator.before_reset(self.forget)
 
     def forget(self) -> None:
-        """Destroy all CUDA graphs and caches, because the collectives or modules of the graphs have changed."""
+        """Destroy all CUDA graphs and caches, because collectives or modules that the graphs contain have changed."""
         for cache in self._caches.values():
             cache.release()
         self._caches.clear()
@@ -57,10 +58,10 @@ class CapturedSteps:
 
     @contextlib.contextmanager
     def capturing(self, model: Any) -> Iterator[None]:
-        """Run decode steps of `model.generate` over a static cache as CUDA graphs inside the `with` block.
+        """Inside the `with` block, run the decode steps of `model.generate` over a static cache as CUDA graphs.
 
-        Inside the block, the model object has its own `forward` and `_prepare_static_cache`. If steps cannot be
-        recorded, `reason` says why, and the model runs as usual.
+        The block sets `forward` and `_prepare_static_cache` on the model object. If the steps cannot be recorded,
+        `reason` says why, and the model runs as usual.
         """
         self.reason = _model_obstacle(model)
         if self.reason:
@@ -79,7 +80,7 @@ class CapturedSteps:
             return self._step(reusable, forward, args, kwargs)
 
         model._prepare_static_cache, model.forward = prepare_reusable, forward_captured
-        self.reason = "no static cache was made for this model"  # remains if, for example, only a submodule got a cache
+        self.reason = "no static cache was made for this model"  # true unless `prepare_reusable` runs
         try:
             yield
         finally:
@@ -87,22 +88,22 @@ class CapturedSteps:
             self._current = None
 
     def rows_held(self, rows: int, tokens: int) -> int:
-        """Return the rows of the smallest existing cache with room for `rows` rows of `tokens` tokens; 0 without
-        one."""
+        """Return the number of rows of the smallest existing cache with room for `rows` rows of `tokens` tokens; 0
+        if there is none."""
         return min((each for each, cache in self._caches.items() if each >= rows and cache.length >= tokens), default=0)
 
     def cache(self, rows: int, tokens: int, length: int, make: Callable[[], Any]) -> ReusableCache | None:
-        """Return a reusable cache with room for `rows` rows (rounded up to a power of two) and `tokens` tokens.
+        """Return a reusable cache with room for `rows` rows, rounded up to a power of two, and `tokens` tokens.
 
-        If no existing cache is large enough, `make` makes a static cache of `length` tokens. Returns None if a layer of
-        that cache is not supported, and sets `reason`.
+        If no existing cache is large enough, `make` makes a static cache of `length` tokens. If a layer of the new
+        cache is not supported, the result is None, and `reason` says why.
         """
         self.reason = ""
         bucket = bucket_of(rows)
         earlier = self._caches.get(bucket)
         if earlier is None or earlier.length < tokens:
             if earlier is not None:
-                self._caches.pop(bucket).release()  # frees memory for the new cache
+                self._caches.pop(bucket).release()  # the new cache may need the memory of the old one
             cache = make()
             if layer := unsupported_layer(cache):
                 self.reason = f"the cache of this model has a {layer}"
@@ -126,12 +127,12 @@ class CapturedSteps:
         return self._step(reusable, model.forward, (), arguments)
 
     def _prepare_cache(self, model: Any, prepare: Callable[..., Any], options: dict[str, Any]) -> Any:
-        # transformers calls this once per call of `generate`, when all lengths are known.
+        # transformers calls this function once in each call of `generate`, after it has computed all lengths.
         tokens = options["max_cache_len"]
         length = -(-tokens // LENGTH_STEP) * LENGTH_STEP
 
         def make() -> Any:
-            model._previous_max_cache_length = -1  # otherwise the cache gets the length of the longest earlier one
+            model._previous_max_cache_length = -1  # otherwise transformers takes the longest earlier length
             return prepare(**{**options, "max_cache_len": length})
 
         reusable = self.cache(options["batch_size"], tokens, length, make)
@@ -153,7 +154,7 @@ class CapturedSteps:
             return forward(*args, **kwargs)
         if self.trial is None:
             return self._known_step(reusable, forward, arguments)
-        if self.trial.mode is None and not reusable.phase:  # the trial's runs would change the token count of a window
+        if self.trial.mode is None and not reusable.phase:  # a trial would change the token counts of windows
             counts = [layer.cumulative_length for layer in reusable.layers]
             self.trial.decide(lambda: forward(**kwargs), reusable.snapshot, counts)
         with self.trial.computing():
@@ -195,9 +196,9 @@ class CapturedSteps:
             step = CapturedStep(forward, arguments, reusable, width, self.recorder, self._communicator)
         except GroupError:
             raise
-        except Exception as last:  # devices raise many types of errors while recording
+        except Exception as last:  # a failed recording raises many types of errors
             error: BaseException = last
-            while error.__context__ is not None:  # the end of a failed capture raises a second error
+            while error.__context__ is not None:  # a failed capture raises a second error at its end
                 error = error.__context__
             failure = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         failure = self._agreed(failure)
@@ -205,13 +206,14 @@ class CapturedSteps:
         return failure or step  # type: ignore[return-value]
 
     def _agreed(self, failure: str) -> str:
-        """Return the failure of the first rank with a failure, so that all ranks make the same decision."""
+        """Return, on all ranks, the failure of the first rank with a failure, so that all ranks decide alike."""
         assert self._current is not None
         return agreed(self._communicator, self._current.layers[0].keys.device, lambda: failure)
 
 
 def _odd_output(output: Any, cache: Any) -> str:
-    """Describe outputs of a step other than logits and the cache, which a CUDA graph cannot return; "" without any."""
+    """Describe outputs of a step, other than logits and the cache, that a CUDA graph cannot return; "" if there are
+    none."""
     more = sorted(set(output.keys()) - {"logits", CACHE})
     if output.get(CACHE, cache) is not cache:
         more.append("another cache")
@@ -223,7 +225,7 @@ def _model_obstacle(model: Any) -> str:
         return "the model's forward was replaced"
     for module in model.modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            # Allow hooks of transformers, which only record requested outputs.
+            # Hooks of transformers only record outputs that the caller requested, so they change no step.
             if not getattr(hook, "__module__", "").startswith("transformers."):
                 return f"{type(module).__name__} has a forward hook"
     return ""

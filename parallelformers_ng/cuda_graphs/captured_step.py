@@ -21,7 +21,7 @@ from parallelformers_ng.sharding.cache_names import CACHE
 
 Forward = Callable[..., Any]
 
-# Number of steps that run both by the CUDA graph and normally, to compare their logits.
+# The first steps of a CUDA graph run also without the graph, and the logits of both runs are compared.
 PROOFS = 2
 
 
@@ -29,7 +29,7 @@ class CapturedStep:
     """The CUDA graph of a decode step of `width` rows, and the buffers of its arguments.
 
     Attributes:
-        proofs_left: number of steps that must still compare the graph with the normal step.
+        proofs_left: number of steps that `prove` must still run.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class CapturedStep:
         self._names = tuple(output.keys())
 
     def destroy(self) -> None:
-        """Destroy the CUDA graph and free its memory, even if other objects refer to this step."""
+        """Destroy the CUDA graph and free its memory, even if other objects still refer to this object."""
         self._recorder.destroy(self._graph)
         del self._graph, self._logits, self._kept, self._buffers
 
     def run(self, arguments: StepArguments) -> Any:
-        """Replay the CUDA graph for arguments with the recorded shapes, and at most as many rows."""
+        """Replay the CUDA graph for arguments with the recorded shapes, but possibly fewer rows."""
         logits = self._compute(arguments)
         self._cache.advance()
         values = {"logits": logits, CACHE: self._cache.cache}
@@ -75,7 +75,7 @@ class CapturedStep:
         """Run a step both by the CUDA graph and normally, and compare the logits.
 
         The logits agree if the largest difference is at most 1e-4 of the largest logit in float32 and float64, 2e-2 in
-        other types. The cache then has the tokens of the normal step. Returns the normal step's output, and a
+        other types. Afterwards the cache has the tokens of the normal run. Returns the normal run's output, and a
         description of a difference, or "".
         """
         before = self._cache.snapshot()
@@ -93,9 +93,9 @@ class CapturedStep:
         self._feed(arguments)
         with self._communicator.launching():
             self._graph.replay()
-        return self._logits[: arguments.rows].clone()  # the next replay overwrites the logits
+        return self._logits[: arguments.rows].clone()  # a copy, because the next replay overwrites the logits
 
     def _feed(self, arguments: StepArguments) -> None:
-        """Copy the arguments into the graph's buffers; unused rows of a buffer keep their initial values."""
+        """Copy the arguments into the graph's buffers. Unused rows keep their initial values, which are valid."""
         for buffer, tensor in zip(self._buffers, arguments.tensors, strict=True):
             (buffer if buffer.shape == tensor.shape else buffer[: len(tensor)]).copy_(tensor)

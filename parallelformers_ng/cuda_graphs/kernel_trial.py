@@ -1,13 +1,14 @@
-"""Decides, once for each model, whether Triton kernels or the model's modules compute the recorded decode steps."""
+"""Decides, once for each model, whether Triton kernels or the model's modules compute the recorded decode steps.
 
-# The first step that may be recorded runs both by the kernels and by the modules, from the same cache. The kernels
-# compute all later steps if
-#
-# - on every rank each layer's output, and the keys and values that it wrote to the cache, agree with the modules';
-# - a CUDA graph of the step with the kernels is not slower than one with the modules, on the clock of rank 0's device.
-#
-# Otherwise the modules compute, and the log says why, in one line. The first step runs once more in the chosen way, so
-# that the same call gives the same tokens at a second time.
+The first step that may be recorded runs both by the kernels and by the modules, from the same cache. The kernels
+compute all later steps if
+
+- on every rank each layer's output, and the keys and values that it wrote to the cache, agree with the modules';
+- a CUDA graph of the step with the kernels is not slower than one with the modules, on the clock of rank 0's device.
+
+Otherwise the modules compute, and the log says why, in one line. The first step runs once more in the chosen way, so
+that the same call gives the same tokens at a second time.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +25,16 @@ from parallelformers_ng.collectives.shared_result import agreed
 from parallelformers_ng.cuda_graphs.masks import masks_converted_once
 from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, CudaRecorder
 
-# How a step runs: by the modules; by the modules, with a check whether the kernels support the step; by both, layer by
-# layer, with a comparison; by the kernels.
+# How a step runs. modules: by the modules. watched: by the modules, with a check whether the kernels support the step.
+# both: by kernels and modules, which are compared layer by layer. kernels: by the kernels.
 KernelMode: TypeAlias = Literal["modules", "watched", "both", "kernels"]
-# Number of timed replays of a CUDA graph; the fastest replay counts.
+# A CUDA graph is timed in this number of replays, and the fastest replay counts.
 REPLAYS = 5
 log = logging.getLogger("parallelformers_ng")
 
 
 class KernelTrial:
-    """The trial that decides whether one model's decode steps use kernels or modules.
+    """Decides once whether kernels or modules compute one model's decode steps.
 
     Args:
         kernels: `kernels.step_kernels.StepKernels`; not imported, because its package imports this one.
@@ -71,15 +72,11 @@ class KernelTrial:
         reason = agree(self._kernels.obstacle)
         if not reason:
             saved = snapshot()
-            # All ranks must start the comparison or none, because it runs more collectives: agree on that first.
-            reason = agree(lambda: self._unserved(step))
-            _restore(saved)
-        if not reason:
-            reason = agree(lambda: self._differ(step))
-            _restore(saved)
-        if not reason:
-            reason = agree(lambda: self._slower(step, saved, counts), of_first=True)
-            _restore(saved)
+            slower = functools.partial(self._slower, saved, counts)
+            # `_unserved` is first, so that all ranks run `_differ` or none: it runs more collectives than a step.
+            for check in (self._unserved, self._differ, slower):
+                reason = reason or agree(functools.partial(check, step), of_first=check is slower)
+                _restore(saved)
         self.mode = "modules" if reason else "kernels"
         if self._communicator.rank == 0:
             result = f"are left to their operators: {reason}" if reason else "are computed by the Triton kernels"
@@ -96,7 +93,7 @@ class KernelTrial:
         difference: str = self._kernels.difference()
         return difference
 
-    def _slower(self, step: Callable[[], Any], saved: Sequence[tuple[Tensor, Tensor]], counts: Sequence[Tensor]) -> str:
+    def _slower(self, saved: Sequence[tuple[Tensor, Tensor]], counts: Sequence[Tensor], step: Callable[[], Any]) -> str:
         starts = [copy for tensor, copy in saved if any(tensor is count for count in counts)]
         with self._kernels.computing("kernels"):
             self._recorder.warm_up(step)

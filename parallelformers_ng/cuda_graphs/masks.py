@@ -15,17 +15,17 @@ from torch import Tensor
 
 from parallelformers_ng.runtime.limits import set_within
 
-# Pairs of a boolean mask and its converted form. While a mask is kept here, no other object can have its id.
+# Pairs of a boolean mask and its converted form. Masks are compared by identity, so the list keeps them alive.
 _converted: ContextVar[list[tuple[Tensor, Tensor]] | None] = ContextVar("_converted", default=None)
 
 
 def masks_converted_once() -> AbstractContextManager[None]:
-    """Make `added` convert a mask only once inside the `with` block, a forward pass that must not change masks."""
+    """Inside the `with` block, a forward pass, let `added` convert each mask only once. Masks must not change."""
     return set_within(_converted, [])
 
 
 def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a boolean mask to numbers to add to the scores, inside `masks_converted_once`; return other masks
+    """Inside `masks_converted_once`, convert a boolean mask to numbers to add to the scores. Other masks are returned
     unchanged.
 
     A hidden position gets the lowest finite number, because cuDNN's kernels do not accept infinities

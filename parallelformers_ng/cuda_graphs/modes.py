@@ -1,10 +1,11 @@
-"""Chooses how `parallelize(decode=…)` runs decode steps: compiled, as CUDA graphs, or unchanged."""
+"""Chooses how `parallelize(decode=…)` runs decode steps: compiled, as CUDA graphs, or unchanged.
 
-# transformers compiles the forward pass of a decode step if the cache is static; the prefill is not compiled. This
-# module sets the arguments of `generate` for compiled steps if a call supports them, and otherwise returns the reason.
-# Steps that become CUDA graphs also need a static cache but no compiler; `captured.py` records the steps on the
-# workers. On CUDA devices CUDA graphs are the default for calls whose kind of result stays the same, until a device
-# fails to record a step.
+transformers compiles the forward pass of a decode step if the cache is static; the prefill is not compiled. This
+module sets the arguments of `generate` for compiled steps if a call supports them, and otherwise returns the reason.
+Steps that become CUDA graphs also need a static cache but no compiler; `captured.py` records the steps on the
+workers. On CUDA devices CUDA graphs are the default for calls whose kind of result stays the same, until a device
+fails to record a step.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from parallelformers_ng.sharding.cache_names import CACHES
 
 Decode: TypeAlias = Literal["auto", "eager", "compile", "cuda_graphs"] | CompileConfig
 NO_DEVICE = "there is no CUDA device to capture on"
-# Maximum rows × tokens of a cache if CUDA graphs are only the default. With 8 billion parameters, a step reads an
-# eighth as many bytes of such a cache as of weights.
+# Static caches that the caller did not request have at most this number of rows × tokens, because each step reads the
+# whole cache. With 8 billion parameters, such a cache has an eighth of the bytes of the weights.
 MAX_POSITIONS = 1 << 14
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
@@ -32,14 +33,14 @@ _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exi
 
 @dataclass(frozen=True)
 class StaticSteps:
-    """A mode that makes the decode steps of `generate` faster.
+    """A way to run the decode steps of `generate` faster, over a static cache.
 
     Attributes:
-        options: arguments of `generate` that turn on the mode.
-        without: log message for a call that cannot use the mode.
-        captured: whether the steps become CUDA graphs, and are not compiled.
-        by_default: whether the caller did not request the mode. A call uses a default mode only if the mode does not
-            change the types of the answer. After a failure, no call uses a default mode.
+        options: arguments of `generate` that turn it on.
+        without: log message for a call whose steps cannot run in this way.
+        captured: whether the steps become CUDA graphs, instead of being compiled.
+        by_default: whether the caller did not request it. Then only calls whose answers keep their types use it, and no
+            call after a failure.
     """
 
     options: Mapping[str, Any]
@@ -49,8 +50,8 @@ class StaticSteps:
 
 
 def static_steps(decode: Decode, device: str, world_size: int) -> tuple[StaticSteps | None, str]:
-    """Return the decode mode for the argument `decode` of `parallelize`, or None for ordinary decode steps; and the
-    reason why the requested mode is not used, or "".
+    """Return how to run decode steps for the argument `decode` of `parallelize`, or None for ordinary steps; and why
+    the requested way is not used, or "".
 
     With one rank, a compiled step becomes a CUDA graph. With several ranks, the compiler splits a step at its
     collectives.
@@ -69,12 +70,12 @@ def static_steps(decode: Decode, device: str, world_size: int) -> tuple[StaticSt
         raise ParallelError(
             f"decode is {decode!r}; it takes 'auto', 'eager', 'compile', 'cuda_graphs' or a transformers CompileConfig"
         )
-    config._compile_all_devices = True  # by default transformers compiles only on accelerators
+    config._compile_all_devices = True  # transformers would compile only on accelerators
     return StaticSteps({"compile_config": config}, "generate runs without compiled steps"), ""
 
 
 def _refuse_graphs(config: Any, world_size: int) -> None:
-    """Raise ParallelError if the compiler would record collectives in CUDA graphs, which it does not support."""
+    """Raise ParallelError if compiled steps would become CUDA graphs with collectives, which torch does not support."""
     options = getattr(config, "options", None) or {}
     makes_graphs = getattr(config, "mode", None) in _WITH_GRAPHS or options.get("triton.cudagraphs")
     if world_size > 1 and makes_graphs:
@@ -92,8 +93,10 @@ CAPTURED_BY_DEFAULT = replace(CAPTURED, by_default=True)
 def static_generation(
     model: PreTrainedModel, arguments: Mapping[str, Any], steps: StaticSteps
 ) -> tuple[dict[str, Any], str]:
-    """Turn on a decode mode in the arguments of a `generate` call. Return the new arguments, and the reason why the
-    mode cannot be used and the arguments are unchanged, or ""."""
+    """Add the options of `steps` to the arguments of a `generate` call. Return the new arguments, and "".
+
+    If the call cannot run in this way, return its arguments unchanged, and the reason.
+    """
     static = {**arguments}
     if reason := _obstacle(model, static, steps):
         return static, reason
@@ -109,10 +112,11 @@ def check_compiler(model: PreTrainedModel, arguments: Mapping[str, Any], world_s
 
 
 def eager_generation(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a `generate` call on CUDA devices, changed so that no decode step is compiled by default.
+    """Return the arguments of a `generate` call on CUDA devices, changed so that transformers compiles no decode step
+    by default.
 
-    On accelerators transformers compiles steps over a static cache by default, in a mode that records CUDA graphs. With
-    several ranks, each graph would contain collectives. Compile settings of the caller are kept.
+    By default transformers compiles steps over a static cache on accelerators, as CUDA graphs. With several ranks, each
+    graph would contain collectives. Compile settings of the caller are kept.
     """
     eager = {**arguments}
     config = eager.get("generation_config") or model.generation_config
@@ -124,7 +128,7 @@ def eager_generation(model: PreTrainedModel, arguments: Mapping[str, Any]) -> di
 
 
 def _positions(arguments: Mapping[str, Any], setting: Callable[[str], Any]) -> int:
-    """The size of the cache that a call needs, in rows × tokens."""
+    """Return the size of the static cache that a call needs, in rows × tokens."""
     inputs = (arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
     rows, tokens = next((prompt.shape[:2] for prompt in inputs if prompt is not None), (1, 1))
     new = setting("max_new_tokens")
@@ -133,13 +137,13 @@ def _positions(arguments: Mapping[str, Any], setting: Callable[[str], Any]) -> i
 
 
 def _lacks_masks(model: PreTrainedModel) -> bool:
-    # transformers 5.17 passes `block_sequence_ids`, although the function does not accept it.
+    # transformers 5.17 passes `block_sequence_ids` to a function that does not accept this argument.
     is_chunked = getattr(model.config.get_text_config(), "attention_chunk_size", None) is not None
     return is_chunked and "block_sequence_ids" not in inspect.signature(create_chunked_causal_mask).parameters
 
 
 def _obstacle(model: PreTrainedModel, arguments: dict[str, Any], steps: StaticSteps) -> str:
-    """Return why decode steps of a call cannot be compiled or recorded as CUDA graphs; "" if they can."""
+    """Return why the decode steps of a call cannot run as `steps` says; "" if they can."""
     generation_config = arguments.get("generation_config") or model.generation_config
 
     def setting(name: str) -> Any:
@@ -165,7 +169,7 @@ def _obstacle(model: PreTrainedModel, arguments: dict[str, Any], steps: StaticSt
             positions > MAX_POSITIONS
         ),
         "assisted decoding crops its cache": any(setting(name) is not None for name in _ASSISTED),
-        # The reason: for a static cache, transformers makes a mask of four dimensions.
+        # For a static cache, transformers makes a mask of four dimensions.
         "Falcon's alibi needs a mask of two dimensions": model.config.model_type == "falcon" and model.config.alibi,
         "this release of transformers makes no masks for chunked attention over a static cache": _lacks_masks(model),
         "an encoder-decoder model has two caches": model.config.is_encoder_decoder and steps.captured,

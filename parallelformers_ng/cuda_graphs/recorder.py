@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# Argument of the model whose first dimension is the batch → its number of dimensions.
+# Model argument → its number of dimensions, of which the first is the batch. Only these arguments can get more rows.
 _DIMENSIONS = {"input_ids": 2, "attention_mask": 4, "position_ids": 2, "token_type_ids": 2}
 
 
@@ -35,10 +35,10 @@ class CudaRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs = 0  # number of graphs in the pool
+        self._graphs = 0  # graphs in the pool, which is replaced after its last graph is destroyed
 
     def warm_up(self, step: Callable[[], Any]) -> Any:
-        """Run a step on the stream that records, so that libraries such as cuBLAS initialize themselves."""
+        """Run a step on the stream that records, so that libraries such as cuBLAS initialize themselves before."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
@@ -48,8 +48,8 @@ class CudaRecorder:
             current.wait_stream(self._stream)
 
     def record(self, step: Callable[[], Any]) -> tuple[Any, torch.cuda.CUDAGraph]:
-        """Record a step as a CUDA graph without computing it. Return the output, which replays overwrite, and the
-        graph.
+        """Record a step as a CUDA graph, without computing the step. Return the output, which replays overwrite, and
+        the graph.
 
         The caller must pass the graph to `destroy`.
         """
@@ -73,7 +73,7 @@ class CudaRecorder:
         return output, graph
 
     def milliseconds(self, graph: torch.cuda.CUDAGraph) -> float:
-        """Replay a CUDA graph, wait for the device, and return the replay's time in ms on the device's clock."""
+        """Replay a CUDA graph, wait for the device, and return how long the replay took on the device, in ms."""
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
         graph.replay()
@@ -82,8 +82,8 @@ class CudaRecorder:
         return before.elapsed_time(after)
 
     def destroy(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Destroy a CUDA graph and free its memory at once, even if objects refer to the graph. An NCCL communicator
-        can only end after the graphs that contain its collectives."""
+        """Destroy a CUDA graph and free its memory at once, even if objects still refer to the graph. An NCCL
+        communicator can end only after the graphs that contain its collectives."""
         graph.reset()
         self._graphs -= 1
         if self._graphs == 0:
@@ -91,7 +91,7 @@ class CudaRecorder:
 
 
 class Uncapturable(Exception):
-    """Raised if a decode step cannot be recorded as a CUDA graph; the message is the reason."""
+    """A decode step cannot be recorded as a CUDA graph; the message is the reason."""
 
 
 class StepArguments:
@@ -102,8 +102,8 @@ class StepArguments:
             tensors. Other arguments raise Uncapturable.
 
     Attributes:
-        given: argument `arguments`.
-        tensors: all tensors of the arguments, in order.
+        given: the argument `arguments`.
+        tensors: all tensors in `given`, in order.
     """
 
     def __init__(self, arguments: dict[str, Any], cache: Any) -> None:
@@ -125,23 +125,24 @@ class StepArguments:
 
     @cached_property
     def can_be_padded(self) -> bool:
-        """Whether rows can be added: the rows must be the known first dimension of every tensor."""
+        """Whether rows can be added to the tensors: the first dimension of every tensor must be known to be the
+        batch."""
         return all(
             tensor.ndim == _DIMENSIONS.get(name) and len(tensor) in (1, self.rows)
             for name, tensor in zip(self._names, self.tensors, strict=True)
         )
 
     def key(self, width: int) -> tuple[Any, ...]:
-        """Return a key that is equal for all steps that one CUDA graph of `width` rows can run."""
+        """Return a key that is equal for all steps that the same CUDA graph of `width` rows can compute."""
         shapes = (self._shape(tensor, width) for tensor in self.tensors)
         kinds = ((tensor.dtype, tensor.device) for tensor in self.tensors)
         return (*self._constants, *shapes, *kinds)
 
     def buffers(self, width: int) -> list[Tensor]:
-        """Return new contiguous tensors for a CUDA graph, `[width, …]`, with the data types of the arguments.
+        """Return contiguous tensors for a CUDA graph, `[width, …]`, with the data types of the arguments.
 
-        Added rows are copies of the first row, which are valid values. A tensor that cannot have more rows keeps its
-        shape.
+        Added rows are copies of the first row, because every row must have valid values. A tensor that cannot have more
+        rows keeps its shape.
         """
         buffers = []
         for tensor in self.tensors:
@@ -151,7 +152,7 @@ class StepArguments:
         return buffers
 
     def with_tensors(self, tensors: list[Tensor]) -> dict[str, Any]:
-        """Return the step's arguments with `tensors` in the place of its own tensors, in the same order."""
+        """Return the step's arguments, with `tensors` in the place of the step's own tensors, in the same order."""
         remaining = iter(tensors)
         return tree_map_only(Tensor, lambda _: next(remaining), self.given)
 
@@ -161,7 +162,8 @@ class StepArguments:
 
 
 class KeptAlive(TorchDispatchMode):
-    """A mode that keeps the tensors that a step reads, but does not make: a CUDA graph only has their addresses.
+    """A dispatch mode that keeps tensors alive that a recorded step reads but does not make, because a CUDA graph has
+    only their addresses.
 
     Attributes:
         tensors: address of a storage object → a tensor in the storage.
@@ -190,10 +192,14 @@ def _tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 class CaptureCheck(TorchDispatchMode):
-    """A mode that finds operators that no CUDA graph can record: they wait for the device or copy from the host.
+    """A dispatch mode that finds operators that no CUDA graph can record: they wait for the device or copy from the
+    host.
 
-    A failed recording may damage the state of the device's allocator and generator. So the check runs before any
-    recording. `found` describes the first such operator; "" without one.
+    A failed recording may damage the state of the device's allocator and generator, so the check comes before any
+    recording.
+
+    Attributes:
+        found: description of the first such operator; "" if there is none.
     """
 
     def __init__(self) -> None:
@@ -204,7 +210,7 @@ class CaptureCheck(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with self:  # check the parts of composite operators, which inference mode does not split
+        with self:  # inference mode does not split composite operators, so split them here
             output = func.decompose(*args, **kwargs)
         if output is not NotImplemented:
             return output
@@ -232,7 +238,7 @@ def _obstacle(func: Any, args: Sequence[Any], output: Any) -> str:
     if any(item.device != args[0].device for item in indices):
         return f"{packet} by a tensor on the host copies the tensor to the device"
     if packet is _ops.lift_fresh and (output.ndim or output.device.type != "cpu"):
-        # A scalar on the host is passed as a kernel argument; any other tensor must be copied to the device.
+        # Only a scalar on the host becomes an argument of a kernel; other tensors must be copied to the device.
         return "a tensor is made of Python numbers"
     tensors = [item for item in (*args, output) if isinstance(item, torch.Tensor)]
     if packet in (_ops._to_copy, _ops.copy_) and len({tensor.device.type for tensor in tensors}) > 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,24 +12,23 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
-# Cache lengths are rounded up to a multiple of this number of tokens, so that slightly longer calls fit, too.
+# Cache lengths are rounded up to a multiple of this number of tokens, so that slightly longer calls can reuse a cache.
 LENGTH_STEP = 128
 
 
 def bucket_of(rows: int) -> int:
-    """Round a number of rows up to a power of two."""
     return 1 << (rows - 1).bit_length()
 
 
 class ReusableLayer(StaticLayer):
-    """A static cache layer with memory for a bucket of rows (a power of two); a call uses the first rows.
+    """A static cache layer whose memory several calls of `generate` use, one after another.
 
-    `keys` and `values` are views of this memory, so that transformers can use the layer as its own static layer.
-    `renew` resets the layer to its state before the first use.
+    The memory has room for a power of two of rows; a call uses the first rows, of which `keys` and `values` are views.
+    So transformers can use the layer as its own static layer. `renew` prepares the layer for the next call.
 
     Attributes:
         keys, values: keys and values of the call's rows, `[rows, heads, tokens, width]`.
-        whole: (keys, values) of all rows of the bucket; None before the first use.
+        whole: (keys, values) of all rows; None before the first use.
         on_move: function that is called after the layer has allocated new memory.
     """
 
@@ -49,26 +47,13 @@ class ReusableLayer(StaticLayer):
             self.on_move()
         else:
             for memory in self.whole:
-                memory.zero_()  # a mask does not hide infinities or NaN of earlier calls
+                memory.zero_()  # a NaN of an earlier call would spread, even from a masked position
         self.batch_size = rows
         self.narrow(rows)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if key_states.shape[-2] > 1 or not self.is_initialized or not _tokens_are_placed_alike():
-            return super().update(key_states, value_states, *args, **kwargs)
-        return self._place(key_states, value_states)
-
-    def _place(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Add one token, `[rows, heads, 1, width]`, with two kernels less than transformers' static layer."""
-        position = self.cumulative_length.view(1)
-        self.keys.index_copy_(2, position, key_states)
-        self.values.index_copy_(2, position, value_states)
-        self.cumulative_length.add_(1)
-        return self.keys, self.values
-
     def release(self) -> None:
-        """Free the memory, even if other objects refer to this layer."""
+        """Free the memory, even if other objects still refer to this layer."""
         self.whole = self.keys = self.values = None
         self.is_initialized = False
 
@@ -88,22 +73,19 @@ class ReusableLayer(StaticLayer):
 
 
 class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
-    """A reusable layer that keeps only the tokens of a sliding window, and also counts the tokens in Python."""
+    """A reusable layer for sliding-window attention, which keeps only the tokens of the window."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if key_states.shape[-2] > 1 or not self.is_initialized or not (self.is_full or _tokens_are_placed_alike()):
-            return super(ReusableLayer, self).update(key_states, value_states, *args, **kwargs)
+        if key_states.shape[-2] > 1 or not self.is_full:
+            return super().update(key_states, value_states, *args, **kwargs)
         self.cumulative_length_int += 1
-        if self.cumulative_length_int <= self.max_cache_len:
-            return self._place(key_states, value_states)
-        # transformers would make an index out of Python numbers here, which no CUDA graph can record
+        # transformers would copy an index from the host to the device here, which no CUDA graph can record.
         for states, new in ((self.keys, key_states), (self.values, value_states)):
             states.copy_(torch.cat((states[:, :, 1:], new), dim=-2))
         return self.keys, self.values
 
     @property
     def is_full(self) -> bool:
-        """Whether the next token removes the oldest token."""
         return self.is_initialized and self.cumulative_length_int >= self.max_cache_len
 
     def renew(self) -> None:
@@ -111,34 +93,13 @@ class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
         self.cumulative_length_int = 0
 
 
-@functools.cache
-def _tokens_are_placed_alike() -> bool:
-    """Whether the installed transformers stores and counts a new token as `ReusableLayer._place` does."""
-    with torch.inference_mode(), torch.device("cpu"):
-        states = torch.arange(1.0, 9.0).view(2, 1, 2, 2)
-        one = states[:, :, :1]
-        for own_layer, stock_layer in (
-            (ReusableLayer(4), StaticLayer(4)),
-            (ReusableWindowLayer(4, 4), StaticSlidingWindowLayer(4, 4)),
-        ):
-            own_layer.whole, own_layer.on_move = None, lambda: None
-            for layer in (own_layer, stock_layer):
-                layer.update(states, -states)
-            placed, usual = own_layer._place(one, -one), stock_layer.update(one, -one)
-            if not all(
-                map(torch.equal, (*placed, own_layer.cumulative_length), (*usual, stock_layer.cumulative_length))
-            ):
-                return False
-    return True
-
-
 _REUSABLE: dict[type, type[ReusableLayer]] = {StaticLayer: ReusableLayer, StaticSlidingWindowLayer: ReusableWindowLayer}
-EMPTY = "DummyLayer"  # class name of a layer without tensors, which some versions of transformers lack
+EMPTY = "DummyLayer"  # a name, because some versions of transformers lack the class
 _PLAIN = dict(zip(_REUSABLE.values(), _REUSABLE, strict=True))
 
 
 def unsupported_layer(cache: Cache) -> str:
-    """Return the class name of a cache, or of its layer, that has no reusable form; "" if the cache has one."""
+    """Return the class name of a cache, or of its first layer, that cannot be reused; "" if all can."""
     if type(cache) is not StaticCache:
         return type(cache).__name__
     names = (type(layer).__name__ for layer in cache.layers if type(layer) not in _REUSABLE)
@@ -146,8 +107,8 @@ def unsupported_layer(cache: Cache) -> str:
 
 
 def cache_without_windows(config: PreTrainedConfig, length: int) -> StaticCache:
-    """Return a static cache whose layers all have room for `length` tokens; the attention mask hides old tokens from
-    layers with a sliding window."""
+    """Return a static cache whose layers all have room for `length` tokens. In layers with a sliding window, the
+    attention mask must hide the older tokens."""
     cache = StaticCache(config, max_cache_len=length)
     cache.layers = [StaticLayer(length) if type(layer) is StaticSlidingWindowLayer else layer for layer in cache.layers]
     return cache
@@ -175,7 +136,6 @@ class ReusableCache:
             layer.__class__ = _REUSABLE[type(layer)]
             layer.whole, layer.on_move = None, self.forget_steps
         self._windows = [layer for layer in self.layers if isinstance(layer, ReusableWindowLayer)]
-        _tokens_are_placed_alike()  # its result is cached: run the check now, not in a recorded step
 
     def forget_steps(self) -> None:
         """Destroy all CUDA graphs. A graph and its cache refer to each other, so both would stay in memory."""
@@ -185,7 +145,7 @@ class ReusableCache:
         self.steps.clear()
 
     def release(self) -> None:
-        """Destroy all CUDA graphs and free the memory, even if other objects refer to this cache."""
+        """Destroy all CUDA graphs and free the memory, even if other objects still refer to this cache."""
         self.forget_steps()
         for layer in self.layers:
             layer.release()
@@ -197,13 +157,13 @@ class ReusableCache:
         return self.cache
 
     def fill(self, growing: Sequence[Any], rows: int, columns: int) -> None:
-        """Copy the keys and values of a growing cache to the first rows and columns, and clear the rest.
+        """Copy the keys and values of a growing cache into this cache, and clear all other positions.
 
         Args:
-            growing: one layer for each of `layers`, with at most `rows` rows. A layer with a sliding window may lack
-                the first columns.
-            rows: number of rows of this cache, a power of two.
-            columns: number of columns of the growing cache, at most `length`.
+            growing: layers of the growing cache, one for each of `layers`, with at most `rows` rows. A layer with a
+                sliding window may lack the oldest tokens.
+            rows: number of rows to use in this cache, a power of two.
+            columns: number of tokens of the growing cache, at most `length`.
         """
         for layer, source in zip(self.layers, growing, strict=True):
             layer.renew()
@@ -228,17 +188,19 @@ class ReusableCache:
 
     @property
     def phase(self) -> tuple[bool, ...]:
-        """For each window layer, whether its window is full. Steps with another phase need another CUDA graph."""
+        """Whether the window of each window layer is full. A layer does other work after that, so each combination
+        needs its own CUDA graph."""
         return tuple(layer.is_full for layer in self._windows)
 
     def advance(self) -> None:
-        """Add one token to the counts of the window layers after a replay, which runs no Python."""
+        """Count one token in the window layers after a replay, because a replay runs no Python."""
         for layer in self._windows:
             layer.cumulative_length_int += 1
 
     @contextlib.contextmanager
     def widened(self, rows: int) -> Iterator[None]:
-        """Make a step use the first `rows` rows inside the `with` block; restore rows and counts afterwards."""
+        """Inside the `with` block, let a step use the first `rows` rows. Rows and token counts are restored
+        afterwards."""
         before = self.layers[0].keys.shape[0]
         counted = [layer.cumulative_length_int for layer in self._windows]
         for layer in self.layers:
@@ -258,7 +220,8 @@ class ReusableCache:
 
 
 def handed_out(cache: Cache) -> Cache:
-    """Copy a reusable cache to transformers' own layers, since the next call overwrites it; return others unchanged."""
+    """Return a copy of a reusable cache, with transformers' own layers, for the caller: the next call overwrites the
+    original. Other caches are returned unchanged."""
     if not any(isinstance(layer, ReusableLayer) for layer in getattr(cache, "layers", ())):
         return cache
     copied = copy.copy(cache)
@@ -270,7 +233,7 @@ def _copied(tensor: Tensor) -> Tensor:
     try:
         return tensor.clone()
     except torch.OutOfMemoryError:
-        return tensor.to("cpu")  # a slow copy, but only for the comparison of a CUDA graph
+        return tensor.to("cpu")  # slow, but needed only to compare a CUDA graph
 
 
 def _plain_copy(layer: Any) -> StaticLayer:
@@ -284,7 +247,7 @@ def _plain_copy(layer: Any) -> StaticLayer:
 
 
 def _fits(memory: Tensor, states: Tensor) -> bool:
-    """Whether the memory has room for the rows of `states`, `[rows, heads, new tokens, width]`."""
+    """Return whether the memory has room for the rows of `states`, `[rows, heads, new tokens, width]`."""
     same = memory.dtype == states.dtype and memory.device == states.device
     shapes_fit = memory.shape[1] == states.shape[1] and memory.shape[3] == states.shape[3]
     return same and shapes_fit and states.shape[0] <= memory.shape[0]

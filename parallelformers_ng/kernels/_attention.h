@@ -138,9 +138,7 @@ INLINE size_t head_work(const Attention *is)
                 const TYPE *k = (const TYPE *)g->keys + t * is->cached.k_token;                               \
                 const float *q = wide + h * width;                                                            \
                 float *to = s + h * room + t;                                                                 \
-                if (here > 2) scores_##NAME(is, q, k, to, room, count, HEADS);                                \
-                else if (here == 2) scores_##NAME(is, q, k, to, room, count, 2);                              \
-                else scores_##NAME(is, q, k, to, room, count, 1);                                             \
+                WITH_CONSTANT(here, scores_##NAME, is, q, k, to, room, count);                                \
             }                                                                                                 \
         for (size_t h = 0; h < queries; h++) {                                                                \
             masked_##NAME(g, h, s + h * room, room);                                                          \
@@ -152,9 +150,7 @@ INLINE size_t head_work(const Attention *is)
                 const TYPE *v = (const TYPE *)g->values + t * is->cached.v_token;                             \
                 const float *p = s + h * room + t;                                                            \
                 float *to = sums + h * value_width;                                                           \
-                if (here > 2) weigh_##NAME(is, p, v, to, room, count, HEADS);                                 \
-                else if (here == 2) weigh_##NAME(is, p, v, to, room, count, 2);                               \
-                else weigh_##NAME(is, p, v, to, room, count, 1);                                              \
+                WITH_CONSTANT(here, weigh_##NAME, is, p, v, to, room, count);                                 \
             }                                                                                                 \
         for (size_t h = 0; h < queries; h++) {                                                                \
             TYPE *y = (TYPE *)is->y + (row_of(g, h) * is->heads + head_of(g, h)) * value_width;               \

@@ -83,61 +83,25 @@ static PyObject *py_decoder_layers(PyObject *Py_UNUSED(module), PyObject *const 
     return result;
 }
 
-/* Converts a mask of 1 to `tokens` queries into spans. The arguments are the fields of `Seen`. Returns whether spans can
- * express the mask. */
-static PyObject *py_spans(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
-{
-    enum { SIZES = sizeof(Seen) / sizeof(size_t) };
-    Seen seen;
-    if (nargs != SIZES) return PyErr_Format(PyExc_TypeError, "spans: %d arguments expected, %zd given", SIZES, nargs);
-    if (read_numbers(args, SIZES, &seen) < 0) return NULL;
-    return PyBool_FromLong(are_spans(&seen));
-}
-
-/* Prefetches dictionaries of modules, first the object and then its keys: after a step they are in no processor cache. */
-enum { DICTIONARIES_AHEAD = 16 };
-
-INLINE void fetch_dictionaries(PyObject *list, Py_ssize_t i)
-{
-    const Py_ssize_t far = i + DICTIONARIES_AHEAD, near = i + DICTIONARIES_AHEAD / 2, count = PyList_GET_SIZE(list);
-    if (far < count) __builtin_prefetch(PyList_GET_ITEM(list, far));
-    if (near < count && PyDict_Check(PyList_GET_ITEM(list, near)))
-        __builtin_prefetch(((PyDictObject *)PyList_GET_ITEM(list, near))->ma_keys);
-}
-
-static int are_lists(const char *who, PyObject *const *args, Py_ssize_t nargs, Py_ssize_t expected)
-{
-    int fits = nargs == expected;
-    for (Py_ssize_t i = 0; fits && i < nargs; i++)
-        fits = PyList_Check(args[i]) && PyList_GET_SIZE(args[i]) == PyList_GET_SIZE(args[0]);
-    if (!fits) PyErr_Format(PyExc_TypeError, "%s: expected lists of equal lengths, %zd in all", who, expected);
-    return fits;
-}
-
-/* Returns whether dictionaries[i].get(keys[i]) is values[i] for all i. Arguments: the three lists. */
+/* Returns whether dictionaries[i].get(keys[i]) is values[i] for all i. Arguments: the three lists. Prefetches each
+ * dictionary, first the object and then its keys, because after a step they are in no processor cache. */
 static PyObject *py_still_contain(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!are_lists("still_contain", args, nargs, 3)) return NULL;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); i++) {
-        fetch_dictionaries(args[0], i);
+    enum { AHEAD = 16 };
+    int fits = nargs == 3;
+    for (Py_ssize_t i = 0; fits && i < nargs; i++)
+        fits = PyList_Check(args[i]) && PyList_GET_SIZE(args[i]) == PyList_GET_SIZE(args[0]);
+    if (!fits) return PyErr_Format(PyExc_TypeError, "still_contain: expected three lists of equal lengths");
+    for (Py_ssize_t i = 0, count = PyList_GET_SIZE(args[0]); i < count; i++) {
+        const Py_ssize_t near = i + AHEAD / 2;
+        if (i + AHEAD < count) __builtin_prefetch(PyList_GET_ITEM(args[0], i + AHEAD));
+        if (near < count && PyDict_Check(PyList_GET_ITEM(args[0], near)))
+            __builtin_prefetch(((PyDictObject *)PyList_GET_ITEM(args[0], near))->ma_keys);
         PyObject *value = PyDict_GetItemWithError(PyList_GET_ITEM(args[0], i), PyList_GET_ITEM(args[1], i));
         if (!value && PyErr_Occurred()) return NULL;
         if ((value ? value : Py_None) != PyList_GET_ITEM(args[2], i)) Py_RETURN_FALSE;
     }
     Py_RETURN_TRUE;
-}
-
-/* Returns whether any dictionary of a list has an item. */
-static PyObject *py_any_has_items(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
-{
-    if (!are_lists("any_has_items", args, nargs, 1)) return NULL;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); i++) {
-        fetch_dictionaries(args[0], i);
-        Py_ssize_t size = PyDict_Size(PyList_GET_ITEM(args[0], i));
-        if (size < 0) return NULL;
-        if (size) Py_RETURN_TRUE;
-    }
-    Py_RETURN_FALSE;
 }
 
 static PyObject *py_use_threads(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
@@ -159,9 +123,7 @@ static PyMethodDef methods[] = {
     FUNCTION(attention_half, "*AttentionHalf, epsilon, q_epsilon, k_epsilon, scale"),
     FUNCTION(feed_half, "*FeedHalf, epsilon"),
     FUNCTION(decoder_layers, "kernel, sum_kind, layers, x, *(caches, *Step)"),
-    FUNCTION(spans, "*Seen"),
     FUNCTION(still_contain, "dictionaries, keys, values"),
-    FUNCTION(any_has_items, "dictionaries"),
     FUNCTION(use_threads, "threads"),
     {NULL, NULL, 0, NULL},
 };

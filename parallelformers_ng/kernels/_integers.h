@@ -98,10 +98,8 @@ CLONES static void widened(const float *laid, const Matrix *m, float *y, size_t 
             const float *of = laid + r * row;
             float *to = y + r * out;
             count = rows_together(rows - r);
-#define WIDENED(PER_BYTE, COUNT) widened_rows(of, m, o, outs, to, in, out, PER_BYTE, kind, COUNT)
-            if (m->group) count == ROWS ? WIDENED(2, ROWS) : count == 2 ? WIDENED(2, 2) : WIDENED(2, 1);
-            else count == ROWS ? WIDENED(1, ROWS) : count == 2 ? WIDENED(1, 2) : WIDENED(1, 1);
-#undef WIDENED
+            if (m->group) WITH_CONSTANT(count, widened_rows, of, m, o, outs, to, in, out, 2, kind);
+            else WITH_CONSTANT(count, widened_rows, of, m, o, outs, to, in, out, 1, kind);
         }
     }
 }

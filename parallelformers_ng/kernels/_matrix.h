@@ -30,6 +30,10 @@ enum { ROWS = 4, STEP = LANES, CHUNK = 64, TOGETHER = 8, BYTES_AHEAD = 8192 };
 
 typedef int8_t Bytes __attribute__((vector_size(STEP)));
 
+/* Calls an inlined function with its last argument as a constant, 4, 2 or 1, so that its sums stay in registers. */
+#define WITH_CONSTANT(COUNT, FUNCTION, ...) \
+    ((COUNT) > 2 ? FUNCTION(__VA_ARGS__, 4) : (COUNT) == 2 ? FUNCTION(__VA_ARGS__, 2) : FUNCTION(__VA_ARGS__, 1))
+
 INLINE size_t rows_together(size_t left) { return left >= ROWS ? ROWS : left >= 2 ? 2 : 1; }
 INLINE size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 INLINE size_t rounded_up(size_t count, size_t to) { return (count + to - 1) / to * to; }

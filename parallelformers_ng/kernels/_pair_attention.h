@@ -15,7 +15,7 @@ INLINE size_t pair_work(const Attention *is)
     return MAX_SUMS * (is->width + is->tokens + 2 * LANES + is->value_width);
 }
 
-#if defined(__x86_64__) && defined(__GNUC__) && __GNUC__ >= 11
+#if HAS_BF16_INTRINSICS
 
 /* Computes scores s `[queries, room]` = scale · q kᵀ, with q `[queries, width]`. */
 PAIRED INLINE void pair_scores(const Group *g, const uint16_t *q, float *s, size_t room, size_t tokens, size_t queries)
@@ -101,14 +101,9 @@ PAIRED INLINE void attend_some(const Group *g, float *work, size_t queries)
 /* Compute the next queries of the group, out of `left` queries. Returns how many were computed. */
 PAIRED static size_t attend_pairs(const Group *g, float *work, size_t left)
 {
-    switch (rows_of_tile(left)) {
-    case 6: return attend_some(g, work, 6), 6;
-    case 5: return attend_some(g, work, 5), 5;
-    case 4: return attend_some(g, work, 4), 4;
-    case 3: return attend_some(g, work, 3), 3;
-    case 2: return attend_some(g, work, 2), 2;
-    default: return attend_some(g, work, 1), 1;
-    }
+#define ATTEND_SOME(QUERIES_) (attend_some(g, work, QUERIES_), QUERIES_)
+    RETURN_FOR_ROWS(rows_of_tile(left), ATTEND_SOME)
+#undef ATTEND_SOME
 }
 
 #else

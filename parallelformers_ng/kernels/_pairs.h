@@ -18,11 +18,11 @@
 #include <string.h>
 
 #include "../collectives/_floats.h"
+#include "_vectors.h"
 
 enum { MAX_SUMS = 6, SUMS = 4, DOZEN = 32, BLOCK_BYTES = 256 << 10 };
 
-#if defined(__x86_64__) && defined(__GNUC__) && __GNUC__ >= 11
-#include <immintrin.h>
+#if HAS_BF16_INTRINSICS
 
 #define PAIRED __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
 
@@ -98,19 +98,23 @@ PAIRED INLINE Totals tile_of_pairs(const uint16_t *x, size_t apart, const uint16
     return (Totals){meet(sums, 0), rows > 4 ? meet(sums, 4) : _mm512_setzero_ps()};
 }
 
+/* Returns CALL(rows), with `rows` as a constant, so that the sums of the rows stay in registers. */
+#define RETURN_FOR_ROWS(ROWS_, CALL) \
+    switch (ROWS_) {                 \
+    case 6: return CALL(6);          \
+    case 5: return CALL(5);          \
+    case 4: return CALL(4);          \
+    case 3: return CALL(3);          \
+    case 2: return CALL(2);          \
+    default: return CALL(1);         \
+    }
+
 /* Multiply a tile of 1 or SUMS outputs and of up to MAX_SUMS rows. */
 PAIRED INLINE Totals any_tile(const uint16_t *x, size_t apart, const uint16_t *w, size_t stride, size_t in, size_t rows,
                               size_t outs, const uint16_t *next)
 {
 #define TILE_OF(ROWS_) outs == 1 ? tile_of_pairs(x, apart, w, stride, in, ROWS_, 1, next) : tile_of_pairs(x, apart, w, stride, in, ROWS_, SUMS, next)
-    switch (rows) {
-    case 6: return TILE_OF(6);
-    case 5: return TILE_OF(5);
-    case 4: return TILE_OF(4);
-    case 3: return TILE_OF(3);
-    case 2: return TILE_OF(2);
-    default: return TILE_OF(1);
-    }
+    RETURN_FOR_ROWS(rows, TILE_OF)
 #undef TILE_OF
 }
 
@@ -183,11 +187,7 @@ PAIRED static void linear_pairs(const uint16_t *x, const uint16_t *w, const uint
 #else
 
 static int has_pairs(void) { return 0; }
-static void linear_pairs(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, size_t rows, size_t in,
-                         size_t stride, size_t out, size_t outs)
-{
-    (void)x, (void)w, (void)bias, (void)y, (void)rows, (void)in, (void)stride, (void)out, (void)outs;
-}
+#define linear_pairs(...) ((void)0) /* never runs, because `has_pairs` is 0 */
 
 #endif
 #endif

@@ -58,41 +58,6 @@ INLINE Span span_at(const Attention *is, size_t at)
     return is->spans ? is->spans[at] : (Span){.batch = at, .end = is->tokens, .row = at, .count = 1};
 }
 
-/* A mask of bools `[sequences, queries, tokens]`. The queries belong to the last tokens of each sequence. */
-typedef struct {
-    const void *mask;
-    size_t batch, row; /* distances in bytes between sequences, and between queries */
-    size_t sequences, queries, tokens;
-    Span *spans; /* one for each sequence */
-} Seen;
-
-INLINE size_t run_of(const char *at, size_t count, int other)
-{
-    const char *end = memchr(at, other, count);
-    return end ? (size_t)(end - at) : count;
-}
-
-/* Returns whether the mask is causal, apart from padding: hidden tokens at the beginning of a sequence, whose queries see no
- * token. If so, writes one span for each sequence. */
-static int are_spans(const Seen *is)
-{
-    const size_t before = is->tokens - is->queries;
-    for (size_t b = 0; b < is->sequences; b++) {
-        const char *rows = (const char *)is->mask + b * is->batch, *last = rows + (is->queries - 1) * is->row;
-        const size_t first = run_of(last, is->tokens, 1), hidden = first > before ? first - before : 0;
-        if (first == is->tokens) return 0;
-        for (size_t i = 0; i < is->queries; i++) {
-            const char *row = rows + i * is->row;
-            const size_t end = before + i + 1, none = i < hidden ? is->tokens : first;
-            if (run_of(row, is->tokens, 1) != none) return 0;
-            if (none == first && (run_of(row + first, end - first, 0) != end - first ||
-                                  run_of(row + end, is->tokens - end, 1) != is->tokens - end)) return 0;
-        }
-        is->spans[b] = (Span){b, first, is->tokens, b * is->queries + hidden, is->queries - hidden};
-    }
-    return 1;
-}
-
 /* Queries that use the same head of keys and values, which is read once for all of them. The order of the queries is token
  * by token, and within a token head by head. */
 typedef struct {

@@ -13,7 +13,7 @@
 #include "_tiles.h"
 #include "_vectors.h"
 
-#if HAS_TILE_INTRINSICS
+#if HAS_BF16_INTRINSICS
 
 enum { VALUE_TILES = 4 }; /* tiles of columns of V that are multiplied at a time */
 

@@ -23,7 +23,7 @@ from parallelformers_ng.kernels.operators import (
     may_serve,
     shape_of,
 )
-from parallelformers_ng.kernels.recognition import is_gated_feed_forward, is_silu, normed_heads
+from parallelformers_ng.kernels.recognition import head_norms, is_silu_gated
 from parallelformers_ng.sharding.cache_names import CACHE
 from parallelformers_ng.sharding.layers import parallel_class
 from parallelformers_ng.sharding.linear import RowParallel
@@ -33,7 +33,7 @@ _LAST = (*_COLUMNS, *(parallel_class(RowParallel, cls) for cls in _COLUMNS))
 
 
 class FusedDecoderLayer(nn.Module):
-    """A decoder layer whose two halves run in C if possible; mixed into classes whose forward is Llama's."""
+    """A decoder layer whose two halves run in C if possible; mixed into classes with the forward of Llama's layer."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or self.training or not is_step(hidden_states) or not may_serve():
@@ -53,7 +53,8 @@ class FusedDecoderLayer(nn.Module):
         return residual + layer.mlp(layer.post_attention_layernorm(residual))
 
     def halves(self) -> tuple[AttentionHalf | None, FeedHalf | None]:
-        """Return the two halves, kept until a parameter is replaced or moved; None for a half that C cannot compute."""
+        """Return the kernel arguments of both halves; None for a half that C cannot compute. The result is kept until a
+        parameter is replaced or moved."""
         known: tuple[AttentionHalf | None, FeedHalf | None] | None = self.__dict__.get("_kernel_halves")
         if known is None or not all(half is None or half.guard.holds() for half in known):
             known = self.__dict__["_kernel_halves"] = _attention_half(self), _feed_half(self)
@@ -67,11 +68,10 @@ class FusedDecoderLayer(nn.Module):
 
 def _attention_half(layer: Any) -> AttentionHalf | None:
     attention = layer.self_attn
-    kind: type = type(attention)
-    normed = normed_heads(kind)
-    if normed is None or attention.training:  # in training, attention has dropout
+    of_heads = head_norms(attention)
+    if of_heads is None or attention.training:  # C has no dropout, which attention may have in training
         return None
-    norms = (layer.input_layernorm, *((attention.q_norm, attention.k_norm) if normed else (None, None)))
+    norms = (layer.input_layernorm, *(of_heads or (None, None)))
     linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     if not _are_readable(linears, norms):
         return None
@@ -94,8 +94,7 @@ def _attention_half(layer: Any) -> AttentionHalf | None:
 
 def _feed_half(layer: Any) -> FeedHalf | None:
     mlp = layer.mlp
-    kind: type = type(mlp)
-    if not is_gated_feed_forward(kind) or not is_silu(type(mlp.act_fn)):
+    if not is_silu_gated(mlp):
         return None
     linears, norms = (mlp.gate_proj, mlp.up_proj, mlp.down_proj), (layer.post_attention_layernorm,)
     if not _are_readable(linears, norms):
@@ -107,7 +106,7 @@ def _feed_half(layer: Any) -> FeedHalf | None:
 
 
 def _are_readable(linears: Sequence[Any], norms: Sequence[Any]) -> bool:
-    """Return whether the kernel can read the layers: known classes, and dense tensors of one data type on the CPU."""
+    """Return whether C can read the weights: known classes of layers, and dense tensors of one data type on the CPU."""
     *columns, last = linears
     if not all(type(linear) in _COLUMNS for linear in columns) or type(last) not in _LAST:
         return False

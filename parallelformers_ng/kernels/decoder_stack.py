@@ -19,35 +19,34 @@ from parallelformers_ng.generation.in_place_cache import extended_jointly, joint
 from parallelformers_ng.kernels.decoder_layer import FusedDecoderLayer
 from parallelformers_ng.kernels.layer_halves import AttentionHalf, FeedHalf, Step, is_step
 from parallelformers_ng.kernels.operators import Guard, _decode, may_serve
-from parallelformers_ng.kernels.recognition import is_decoder, is_gated_feed_forward
+from parallelformers_ng.kernels.recognition import is_known
 from parallelformers_ng.sharding.cache_names import CACHE
 from parallelformers_ng.sharding.placed import Placed
 
-# Largest number of steps, over different caches, that one call of C computes.
+# One call of C computes at most this number of decode steps, each over a cache of its own.
 MAX_STEPS: int = getattr(_decode, "MAX_STEPS", 1)
 
 
 def bytes_ahead(model: nn.Module) -> int:
-    """Return the bytes of weights that a rank with one thread can prefetch while it waits for other ranks, in each
-    step; 0 if C cannot compute the layers."""
+    """Return how many bytes of weights a rank with one thread can prefetch in a decode step, while the rank waits for
+    other ranks. The result is 0 for a model whose layers C cannot compute."""
     dense_layers = 0
     for module in model.modules():
-        cls: type = type(module)
-        layers: Any = module.layers if is_decoder(cls) else ()
-        feeds: list[type] = [type(getattr(layer, "mlp", layer)) for layer in layers]
-        dense_layers += sum(map(is_gated_feed_forward, feeds))
+        layers: Any = module.layers if is_known(module, "Model") else ()
+        dense_layers += sum(is_known(getattr(layer, "mlp", layer), "MLP") for layer in layers)
     return dense_layers * getattr(_decode, "NEXT_BYTES", 0)
 
 
 class LayersAsOne(nn.ModuleList):
-    """A list of decoder layers. While `as_one` is true, slicing all layers returns a single function, `run`.
+    """A list of decoder layers that a model's forward can run as a single layer, the function `run`.
 
     Attributes:
-        as_one: whether the layers run as one; true during the forward of a model with nothing between its layers.
+        as_one: whether a slice of all layers returns `[run]`; true during the forward of a model with nothing between
+            its layers.
     """
 
     as_one = False
-    # Result of `_new_view`, also if it is (None, …), so that a failed check is not repeated.
+    # The last result of `_new_view`. None is kept, too, so that a failed check is not repeated in each step.
     _known: tuple[Any, Sequence[Guard]] | None = None
 
     def __getitem__(self, index: Any) -> Any:
@@ -56,14 +55,14 @@ class LayersAsOne(nn.ModuleList):
         return super().__getitem__(index)
 
     def run(self, hidden: Tensor, **kwargs: Any) -> Tensor:
-        """Return the last layer's output. Here the modules compute; subclasses use kernels if possible."""
+        """Return the last layer's output. This class runs the modules; subclasses run kernels if possible."""
         for layer in self:
             hidden = layer(hidden, **kwargs)
         return hidden
 
     def view(self) -> Any:
-        """Return the kernels' data about the layers, kept until a parameter is replaced or moved; None if the kernels
-        cannot compute all layers."""
+        """Return the object that runs all layers by kernels, or None if the kernels cannot. The object is kept until a
+        parameter is replaced or moved."""
         if any(layer.training for layer in self):
             return None
         if self._known is None or not all(guard.holds() for guard in self._known[1]):
@@ -71,7 +70,7 @@ class LayersAsOne(nn.ModuleList):
         return self._known[0]
 
     def _new_view(self) -> tuple[Any, Sequence[Guard]]:
-        """Return the kernels' data about the layers, or None; and guards that say whether the data is still valid."""
+        """Return the object that runs all layers by kernels, or None; and guards that notice changes of the modules."""
         raise NotImplementedError
 
     def forget(self) -> None:
@@ -79,10 +78,11 @@ class LayersAsOne(nn.ModuleList):
 
 
 class DecoderStack(LayersAsOne):
-    """Decoder layers that the C kernels compute in one call, if they can.
+    """Decoder layers that one call of C computes, if C can.
 
     Attributes:
-        instead: function that `run` calls instead of `run_alone`, for example to run several steps together; or None.
+        instead: function that `run` calls instead of `run_alone`, for example to compute several steps in one call; or
+            None.
     """
 
     instead: Callable[..., Tensor] | None = None
@@ -112,7 +112,8 @@ class DecoderStack(LayersAsOne):
         return 0 if view is None else view.max_rows
 
     def step_in_c(self, hidden: Tensor, **kwargs: Any) -> StepInC | None:
-        """Return a step of all layers of this rank, ready for C; None if C cannot compute the step."""
+        """Return a step through all layers of this rank, ready for C; None if C cannot compute the step. The arguments
+        are those of a decoder layer's forward."""
         stack: StackInC | None = self.view() if is_step(hidden) and may_serve() else None
         step = None if stack is None else stack.step_for(hidden, **kwargs)
         return None if stack is None or step is None else StepInC(stack, hidden, step, kwargs[CACHE])
@@ -127,17 +128,17 @@ class DecoderStack(LayersAsOne):
 
 @functools.cache
 def with_layers_as_one(cls: Any, device: str = "cpu") -> Any:
-    """Return a subclass of a model's class that runs its `layers`, a `LayersAsOne`, as a single layer.
+    """Return a subclass of a model's class whose forward runs the model's `layers`, a `LayersAsOne`, as a single layer.
 
-    The model's forward must do nothing between its layers.
+    The model's own forward must do nothing between its layers.
     """
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Layers of several types get different masks, so they cannot run as one.
+        # In a model with several layer types, layers get different masks, so the layers cannot run as one.
         if not may_serve(device) or len(set(getattr(self.config, "layer_types", None) or ())) > 1:
             return cls.forward(self, *args, **kwargs)
-        own = vars(self.layers)  # not `setattr`, which would record a change of the model's state
+        own = vars(self.layers)  # because `setattr` would record a change of the model's state
         own["as_one"] = True
         try:
             return cls.forward(self, *args, **kwargs)
@@ -148,7 +149,7 @@ def with_layers_as_one(cls: Any, device: str = "cpu") -> Any:
 
 
 class StackInC:
-    """The arguments of the C kernel that computes several decoder layers, both halves of each."""
+    """The arguments of the C function that computes all decoder layers of a rank in one call."""
 
     def __init__(self, layers: Iterable[nn.Module], halves: list[tuple[AttentionHalf, FeedHalf]]) -> None:
         self._attentions = [attention for attention, _ in halves]
@@ -164,7 +165,7 @@ class StackInC:
 
     @classmethod
     def of(cls, layers: list[nn.Module]) -> StackInC | None:
-        """Return the kernel's arguments for decoder layers; None if one call of C cannot run all layers."""
+        """Return the C arguments for decoder layers; None if one call of C cannot compute all of them."""
         halves = [layer.halves() if isinstance(layer, FusedDecoderLayer) else (None, None) for layer in layers]
         known = [(attention, feed) for attention, feed in halves if attention is not None and feed is not None]
         if not known or len(known) < len(halves):
@@ -181,11 +182,12 @@ class StackInC:
         return None if stack is None or stack.guard.patched else stack
 
     def step_for(self, hidden: Tensor, **kwargs: Any) -> Step | None:
-        """Return the step for the arguments of the layers' forward; None if the kernel cannot compute the step."""
+        """Return the step's kernel arguments, from the arguments of a decoder layer's forward; None if C cannot compute
+        the step."""
         step = None if self.guard.has_hooks() else self._first.step_for(hidden, **kwargs)
         cache: Any = kwargs.get(CACHE)
         if step is None or joint_room(cache, self._cached(cache)) is not None:
-            return step  # layers that share one cache tensor have equal shapes
+            return step  # one tensor has all layers' keys and values, so all shapes are equal
         if not all(attention.may_extend(cache, step) for attention in self._attentions):
             return None
         return step if len({attention.tokens_in(cache) for attention in self._attentions}) == 1 else None
@@ -194,7 +196,7 @@ class StackInC:
         return [cache.layers[place] for place in self._places] if max(self._places) < len(cache.layers) else []
 
     def _lengthened(self, cache: DynamicCache, step: Step) -> bytes:
-        """Make room for the step's tokens in the cache; return a struct `Cached` of `_queries.h` for each layer."""
+        """Make room in the cache for the step's tokens; return a C struct `Cached` (`_queries.h`) for each layer."""
         if self._shares_room:
             layers = self._cached(cache)
             has_tokens = layers[0].is_initialized and layers[0].keys.numel()
@@ -205,8 +207,11 @@ class StackInC:
         return b"".join(struct.pack("=8Q", *attention.lengthen(cache, step)) for attention in self._attentions)
 
     def run(self, *steps: StepInC) -> list[Tensor]:
-        """Append new keys and values to the caches, and return the last layer's output for each step, `[batch, tokens,
-        hidden]`. The steps must pass `fits_beside`; the weights are read once for all steps."""
+        """Append new keys and values to the caches, and return the last layer's output of each step, `[batch, tokens,
+        hidden]`.
+
+        C reads the weights once for all steps. Each step must have passed `fits_beside` with the others.
+        """
         is_alone = len(steps) == 1
         out = steps[0].hidden.clone() if is_alone else torch.cat([each.hidden.flatten(0, 1) for each in steps])
         of_steps = [(self._lengthened(each.cache, each.step), *each.step.arguments) for each in steps]
@@ -225,7 +230,7 @@ class StackInC:
 
 
 class StepInC(NamedTuple):
-    """One decode step, ready for C; several steps over different caches can share a call."""
+    """A decode step over one cache, ready for C. One call of C can compute several steps."""
 
     stack: StackInC
     hidden: Tensor
@@ -246,7 +251,7 @@ def _is_partial(half: AttentionHalf | FeedHalf) -> bool:
 
 
 def _packed(attention: AttentionHalf, feed: FeedHalf) -> bytes:
-    # Returns the bytes of a struct `Layer` of `_stack.h`.
+    # The bytes must have the layout of the C struct `Layer` (`_stack.h`), whose last 4 bytes are padding.
     numbers = (*attention.static, *feed.static, _is_partial(attention), _is_partial(feed))
     floats = (*attention.epsilons, attention.scaling, *feed.epsilons)
     return struct.pack(f"={len(numbers)}Q{len(floats)}f4x", *numbers, *floats)

@@ -1,23 +1,24 @@
-"""Llama's decoder layer for one new token of each sequence on a CUDA device, in ten kernels: Triton's and torch's."""
+"""Llama's decoder layer for one new token of each sequence on a CUDA device, in ten kernels: Triton's and torch's.
 
-# The kernels of a decoder layer in a decode step:
-#
-# 1. Residual + norm.
-# 2. q, k, v: quantized weights in one kernel, others as `side_by_side.py` computes them.
-# 3. Positions of q and k, and the write of k and v into the cache.
-# 4. Attention, two kernels.
-# 5. The output projection.
-# 6. Residual + norm.
-# 7. gate, up: as q, k, v.
-# 8. act(gate) ⊙ up.
-# 9. The down projection.
-#
-# Products of quantized weights with few outputs are partial results. The kernel of the next line adds them, see
-# `triton/partial_results.py`. With several ranks, two more kernels add them, after lines 5 and 9, before the sum
-# over the ranks.
-#
-# The modules stay in the model. They compute prompts, and all else that the kernels cannot compute, and the kernels are
-# compared with them: see `step_kernels.py`. Figures: benchmarks/results/gpu.md.
+The kernels of a decoder layer in a decode step:
+
+1. Residual + norm.
+2. q, k, v: quantized weights in one kernel, others as `side_by_side.py` computes them.
+3. Positions of q and k, and the write of k and v into the cache.
+4. Attention, two kernels.
+5. The output projection.
+6. Residual + norm.
+7. gate, up: as q, k, v.
+8. act(gate) ⊙ up.
+9. The down projection.
+
+Products of quantized weights with few outputs are partial results. The kernel of the next line adds them, see
+`triton/partial_results.py`. With several ranks, two more kernels add them, after lines 5 and 9, before the sum
+over the ranks.
+
+The modules stay in the model. They compute prompts, and all else that the kernels cannot compute, and the kernels are
+compared with them: see `step_kernels.py`. Figures: benchmarks/results/gpu.md.
+"""
 
 from __future__ import annotations
 
@@ -32,32 +33,26 @@ from parallelformers_ng.cuda_graphs.static_caches import ReusableLayer
 from parallelformers_ng.kernels.layer_halves import is_rotation
 from parallelformers_ng.kernels.on_devices import DeviceRMSNorm
 from parallelformers_ng.kernels.operators import Guard, is_usual, shape_of
-from parallelformers_ng.kernels.recognition import (
-    are_harmless,
-    is_decoder_layer,
-    is_gated_feed_forward,
-    is_silu,
-    normed_heads,
-)
+from parallelformers_ng.kernels.recognition import are_harmless, head_norms, is_known, is_silu_gated
 from parallelformers_ng.sharding.cache_names import CACHE
 from parallelformers_ng.sharding.encoding import SCALE
 from parallelformers_ng.sharding.linear import RowParallel
 from parallelformers_ng.sharding.quantized import QuantizedLinear
 
-# Largest hidden size that the norm kernel supports.
+# The norm kernel holds a row in registers, so it supports no larger hidden size.
 MAX_COLUMNS = 1 << 14
-# Largest number of rows that kernels multiply by quantized weights. With more rows, the weight is dequantized once.
+# Inputs with more rows are multiplied by a dequantized weight, in torch.
 _MAX_ROWS = 32
 _GROUP = 32
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class DeviceStep(NamedTuple):
-    """The arguments that all layers of a decode step share, in the form that the kernels need.
+    """The arguments that all layers of a decode step share, in the form that the kernels read.
 
     Attributes:
-        cos, sin: cosines and sines of the positions, `[rows or 1, width]`.
-        mask: bytes `[rows or 1, positions]`; 0 hides a position of the cache.
+        cos, sin: cosines and sines of the rotary positions, `[rows or 1, width]`.
+        mask: bytes, `[rows or 1, positions]`; 0 hides a position of the cache.
         cache: static cache of the step.
     """
 
@@ -74,9 +69,9 @@ class DeviceStep(NamedTuple):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> DeviceStep | None:
-        """Return the step for the arguments of a decoder layer; None if the kernels cannot compute the step."""
+        """Return the step, from the arguments of a decoder layer's forward; None if the kernels cannot compute it."""
         cache = others.pop(CACHE, None)
-        others.pop("is_causal", None)  # a single new token sees all earlier tokens, causal or not
+        others.pop("is_causal", None)  # for a single new token, causal attention is the same as full attention
         if attention_mask is None or position_embeddings is None:
             return None
         rows = hidden.shape[0]
@@ -99,39 +94,33 @@ class DeviceStep(NamedTuple):
 
 
 class DeviceLayer:
-    """A decoder layer of Llama's kind, as the Triton kernels compute it, for one new token of each sequence.
+    """A decoder layer of Llama's kind that the Triton kernels compute, for one new token of each sequence.
 
     Args:
         layer: decoder layer that `of` has checked.
-        operators: the operators of `kernels/triton`, as attributes.
+        head_norms: norms of each head's query and key, or an empty list.
+        operators: object with the operators of `kernels/triton` as attributes.
     """
 
-    def __init__(self, layer: Any, operators: Any) -> None:
-        self._operators = operators
+    def __init__(self, layer: Any, head_norms: list[Any], operators: Any) -> None:
+        self._operators, self._head_norms = operators, head_norms
         self._attention, self._mlp = attention, mlp = layer.self_attn, layer.mlp
         self._norms: tuple[Any, Any] = (layer.input_layernorm, layer.post_attention_layernorm)
-        self._head_norms: list[Any] = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
-        norms = [*self._norms, *self._head_norms]
+        norms = [*self._norms, *head_norms]
         places = [(norm._parameters, "weight") for norm in norms]
         places += [(module._modules, name) for module in (layer, attention, mlp) for name in module._modules]
         self.guard = Guard(places, (layer, attention, mlp, mlp.act_fn, *norms))
 
     @classmethod
     def of(cls, layer: Any, operators: Any) -> DeviceLayer | None:
-        """Return an object that computes a decoder layer; None if the kernels cannot compute the layer."""
-        kind: Any = type(layer)
-        if not is_decoder_layer(kind):
+        """Return a `DeviceLayer` for a decoder layer; None if the kernels cannot compute the layer."""
+        attention = layer.self_attn if is_known(layer, "Layer") else None
+        of_heads = None if attention is None else head_norms(attention)
+        if attention is None or of_heads is None or not is_silu_gated(layer.mlp):
             return None
-        attention, mlp = layer.self_attn, layer.mlp
-        of_attention: Any = type(attention)
-        of_mlp: Any = type(mlp)
-        normed = normed_heads(of_attention)
-        if normed is None or not is_gated_feed_forward(of_mlp) or not is_silu(type(mlp.act_fn)):
-            return None
-        known = cls(layer, operators)
+        known = cls(layer, of_heads, operators)
         fits = (
-            bool(known._head_norms) == normed
-            and all(isinstance(norm, DeviceRMSNorm) for norm in (*known._norms, *known._head_norms))
+            all(isinstance(norm, DeviceRMSNorm) for norm in (*known._norms, *known._head_norms))
             and all(norm.weight.shape == (attention.head_dim,) for norm in known._head_norms)
             and all(norm.weight.shape[0] <= MAX_COLUMNS for norm in known._norms)
             and all(isinstance(each, nn.Linear) for each in (attention.q_proj, attention.k_proj, attention.v_proj))
@@ -142,7 +131,7 @@ class DeviceLayer:
         return known if fits and not known.guard.patched else None
 
     def fits(self, hidden: Tensor, step: DeviceStep) -> bool:
-        """Return whether the kernels can compute this layer for a step with input `hidden`, `[rows, 1, hidden]`."""
+        """Return whether the kernels can compute this layer in a step with the input `hidden`, `[rows, 1, hidden]`."""
         attention, layers = self._attention, step.cache.layers
         cached = layers[attention.layer_idx] if attention.layer_idx < len(layers) else None
         if type(cached) is not ReusableLayer or not cached.is_initialized or not is_usual():
@@ -205,7 +194,10 @@ class DeviceLayer:
 
     def _products(self, layers: Sequence[Any], states: Tensor) -> Sequence[Tensor]:
         """Return the outputs of linear layers that all read `states`, each as partial results, `[splits, rows,
-        outputs]`. A row-parallel layer must be alone, and its outputs are summed over the ranks."""
+        outputs]`.
+
+        A row-parallel layer must be the only one; its outputs are summed over the ranks.
+        """
         operator = self._operator(layers, states)
         if operator is None:
             return [layer(states).flatten(0, -2).unsqueeze(0) for layer in layers]
@@ -218,7 +210,7 @@ class DeviceLayer:
         return output.split([len(weight) for weight in weights], dim=-1)
 
     def _operator(self, layers: Sequence[Any], states: Tensor) -> Any:
-        """Return the operator that multiplies by the quantized weights of all layers; None without such a kernel."""
+        """Return the operator that multiplies by the layers' quantized weights; None if no operator can."""
         if states.shape[0] > _MAX_ROWS or not all(_is_read(layer, states.dtype) for layer in layers):
             return None
         kinds = {(layer.encodings["weight"][0].kind, layer._parameters["bias"] is None) for layer in layers}
@@ -229,7 +221,7 @@ class DeviceLayer:
 
 
 def _is_read(layer: Any, dtype: torch.dtype) -> bool:
-    """Return whether the kernels can read a layer's stored weight, and the layer does nothing but multiply."""
+    """Return whether a layer only multiplies by a quantized weight, in a format that the Triton kernels can read."""
     if not isinstance(layer, QuantizedLinear) or dtype not in (torch.bfloat16, torch.float16):
         return False
     if not _is_plain(type(layer)) or "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
@@ -245,7 +237,7 @@ def _is_read(layer: Any, dtype: torch.dtype) -> bool:
 
 
 def _is_plain(cls: type) -> bool:
-    """Whether a class is a quantized linear layer, or its row-parallel version."""
+    """Return whether a class is a quantized linear layer, or its row-parallel version."""
     if cls.__bases__[0] is RowParallel:
         cls = cls.__bases__[1]
     return cls is QuantizedLinear or QuantizedLinear in cls.__bases__

@@ -19,9 +19,7 @@ from parallelformers_ng.kernels.recognition import (
     ATTENTIONS,
     LAYERS,
     agree,
-    is_decoder,
-    is_decoder_layer,
-    is_rms_norm,
+    is_known,
     mixed,
     modelling,
 )
@@ -34,9 +32,9 @@ def install(model: nn.Module, left: Collection[str] = ()) -> None:
     """Change the classes of modules that the C kernels can compute, if the kernels were built. The kernels use as many
     threads as torch.
 
-    With several threads, torch computes the linear layers of models that `is_decoder` does not recognise, because
-    torch's threads do not sleep between two layers. The kernels still compute quantized layers of these models, because
-    torch would have to dequantize the weights first.
+    With several threads, torch computes the linear layers of models that `is_known` does not recognise, because torch's
+    threads do not sleep between two layers. The kernels still compute quantized layers of these models, because torch
+    would have to dequantize the weights first.
 
     Args:
         model: model of a rank; its tensors may still be missing.
@@ -50,14 +48,12 @@ def install(model: nn.Module, left: Collection[str] = ()) -> None:
 def compare_before_forks() -> None:
     """Compare the C kernels with transformers once, for all ranks that this process will fork.
 
-    The comparison starts no thread, because a forked process would not have that thread. It does not initialize CUDA,
-    because a forked process could not use devices then.
+    The comparison starts no thread, which a fork would lose, and does not initialize CUDA, which a fork could not use.
     """
     if _decode is not None:
         threads, is_capturing = torch.get_num_threads(), torch.cuda.is_current_stream_capturing
         torch.set_num_threads(1)
-        # transformers' mask functions ask whether a CUDA graph is being recorded. That initializes the CUDA driver
-        # (`cuInit`), even for a model on the CPU.
+        # transformers' mask functions call this function, and torch's own initializes the CUDA driver even on the CPU.
         torch.cuda.is_current_stream_capturing = lambda: False
         try:
             layers_agree()
@@ -67,38 +63,37 @@ def compare_before_forks() -> None:
 
 
 def forget(model: nn.Module) -> None:
-    """Make the kernels read a model's modules again, because attributes of the modules have changed."""
+    """Drop what the kernels know about a model's modules, because attributes of the modules have changed."""
     Step.forget()
     for module in model.modules():
         if isinstance(module, (FusedDecoderLayer, LayersAsOne)):
             module.forget()
 
 
+# `checked` prevents a recursion, because the comparison in `layers_agree` calls `_change`, too.
 def _change(model: nn.Module, left: Collection[str] = (), checked: bool = False) -> None:
-    # If `checked`, decoder layers change without a comparison of the kernels with transformers.
-    classes: set[type] = {type(module) for module in model.modules()}
-    one_by_one = torch.get_num_threads() == 1 or any(is_decoder(cls) for cls in classes)
+    one_by_one = torch.get_num_threads() == 1 or any(is_known(module, "Model") for module in model.modules())
     for path, module in model.named_modules():
         cls: type = type(module)
         if path in left:
             continue
-        # A linear layer without the parameter `weight` computes it in a hook of torch, for example weight_norm.
+        # Under weight_norm, for example, a hook computes the weight, so the layer has no parameter `weight`.
         if cls is nn.Linear and one_by_one and "weight" in module._parameters:
             module.__class__ = StreamingLinear
         elif cls is QuantizedLinear:
             module.__class__ = StreamingQuantizedLinear
-        elif is_rms_norm(cls) and isinstance(module._parameters.get("weight"), Tensor):
+        elif is_known(module, "RMSNorm") and isinstance(module._parameters.get("weight"), Tensor):
             module.__class__ = mixed(FusedRMSNorm, cls)
-        elif is_decoder_layer(cls) and (checked or layers_agree()):
+        elif is_known(module, "Layer") and (checked or layers_agree()):
             module.__class__ = mixed(FusedDecoderLayer, cls)
-        elif is_decoder(cls) and type(module.layers) is nn.ModuleList and (checked or layers_agree()):
+        elif is_known(module, "Model") and type(module.layers) is nn.ModuleList and (checked or layers_agree()):
             module.layers.__class__ = DecoderStack
             module.__class__ = with_layers_as_one(cls)
 
 
 @functools.cache
 def layers_agree() -> bool:
-    """Compare the C kernels with the installed transformers on small random models; log a warning if they differ.
+    """Compare the C kernels with the installed transformers on small random models. Log a warning if they differ.
 
     The comparison takes a tenth of a second; `compare_before_forks` makes it once for all ranks.
     """
@@ -107,11 +102,11 @@ def layers_agree() -> bool:
 
 
 def _outputs(family: str, quantized: bool) -> tuple[Tensor, Tensor]:
-    """Return the kernels' and transformers' outputs for one step of a small random fp32 model of a family. If
-    `quantized`, both compute with int8 and int4 weights."""
+    """Run one step of a small random fp32 model by the kernels, and by transformers; return both outputs, with the
+    caches. With `quantized`, the linear layers have int8 and int4 weights."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)  # `torch.manual_seed` would also seed CUDA in each forked process
-        width = 16 if quantized else 4  # int4 weights need inputs in groups of 32
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` would also seed CUDA
+        width = 16 if quantized else 4  # int4 groups have 32 inputs, so a hidden size is at least 32
         sizes = {"hidden_size": 2 * width, "intermediate_size": 4 * width, "head_dim": width}
         counts = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "vocab_size": 8}
         config = modelling(family, "Config")(**sizes, **counts, pad_token_id=0)
@@ -119,7 +114,10 @@ def _outputs(family: str, quantized: bool) -> tuple[Tensor, Tensor]:
         model = modelling(family, "Model")(config).float().eval()
         for parameter in model.parameters():
             parameter.normal_()
-        embedded, cached = torch.randn(2, 1, 2 * width), torch.randn(2, 2, 2, 1, 3, width)  # keys, values of 2 layers
+        embedded, cached = (
+            torch.randn(2, 1, 2 * width),
+            torch.randn(2, 2, 2, 1, 3, width),
+        )  # 2 layers of keys and values
     if quantized:
         for number, linear in enumerate([module for module in model.modules() if type(module) is nn.Linear]):
             encoding = Encoding("int4", -1, 32) if number % 2 else Encoding("int8", -1, linear.in_features)

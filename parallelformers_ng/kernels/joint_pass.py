@@ -15,12 +15,12 @@ from parallelformers_ng.sharding.placed import Placed
 
 
 class PromptStep(NamedTuple):
-    """A step of a model for one or more prompts.
+    """A forward pass over one or more prompts.
 
     Attributes:
-        run: function that runs the model for the step, and returns the logits of each prompt's last token, `[prompts,
-            vocabulary]`; any tensor if no logits are wanted.
-        last: index of each prompt's last token among the step's tokens; empty if no logits are wanted.
+        run: function that runs the model, and returns the logits of each prompt's last token, `[prompts, vocabulary]`.
+        last: index of each prompt's last token among the tokens of the pass; empty if no logits are wanted. `run` may
+            then return any tensor.
     """
 
     run: Callable[[], Tensor]
@@ -43,15 +43,15 @@ class JointPass:
     def __init__(self, model: Any, stack: DecoderStack) -> None:
         self.max_tokens = stack.max_rows
         self._model, self._stack = model, stack
-        self._waiting: list[StepInC] = []  # steps of prompts whose layers have not run yet
-        self._last: list[list[int]] = []  # for each step of prompts, the indices of the last tokens (`PromptStep.last`)
-        self._rows = 0  # number of rows of the decode step that runs together with prompts
+        self._waiting: list[StepInC] = []  # prompts whose layers have not run yet
+        self._last: list[list[int]] = []  # `PromptStep.last` of each step in `_waiting`
+        self._rows = 0  # number of rows of the decode step, whose logits come first
         self._logits = torch.empty(0)
 
     @classmethod
     def of(cls, model: nn.Module) -> JointPass | None:
-        """Return a pass for a model. Return None if other ranks have some of the layers, if the model has no
-        `DecoderStack`, or if hooks or foreign code would see the tokens of several steps together."""
+        """Return a joint pass for a model. Return None if the model has no `DecoderStack` or only some of its layers,
+        or if hooks or foreign code would see tokens of several steps in one tensor."""
         stacks, modules = list[DecoderStack](), [model]
         while modules:
             module = modules.pop()
@@ -65,13 +65,15 @@ class JointPass:
         return cls(model, stacks[0]) if is_whole else None
 
     def run(self, steps: Sequence[PromptStep], beside: Callable[[], object] | None) -> list[Tensor]:
-        """Run as many of the first `steps` as one call of C can compute, together with the decode step that `beside`
-        runs.
+        """Run as many of the first `steps` as one call of C can compute, together with a decode step.
 
-        If C cannot compute the layers, the first of `steps` runs alone, and `beside` is not called.
+        If C cannot compute the layers, the first of `steps` runs alone, and the decode step does not run.
+
+        Args:
+            beside: function that runs the decode step; None for no decode step.
 
         Returns:
-            For each of the steps that ran, the logits of its prompts' last tokens, `[prompts, vocabulary]`.
+            For each of the `steps` that ran, the logits of its prompts' last tokens, `[prompts, vocabulary]`.
         """
         ran_alone = list[Tensor]()
         try:
@@ -79,7 +81,7 @@ class JointPass:
             for step in steps:
                 try:
                     ran_alone.append(step.run())
-                    break  # no exception: the model has run the step without `_wait`
+                    break  # no exception: the whole model has run, without C
                 except _LayersWait:
                     if len(self._waiting) == len(self._last):
                         break
@@ -102,7 +104,8 @@ class JointPass:
         raise _LayersWait
 
     def _join(self, hidden: Tensor, **kwargs: Any) -> Tensor:
-        """Run the layers for all steps. The prompts' last tokens become further rows of the output, for the head."""
+        """Run the layers for the decode step and all waiting prompts. The hidden states of the prompts' last tokens
+        follow those of the decode step, so that the model's head computes their logits, too."""
         step = self._stack.step_in_c(hidden, **kwargs)
         if step is None or hidden.shape[1] > 1 or not self._waiting or not step.fits_beside(self._waiting):
             return self._stack.run_alone(hidden, **kwargs)
@@ -115,15 +118,15 @@ class JointPass:
         if last_tokens := self._last_tokens(outputs):
             hidden = torch.cat(last_tokens)
             self._stack.instead = lambda *_, **__: hidden
-            ids = torch.zeros((len(hidden), 1), dtype=torch.long)  # dummy ids: the layers have run, only the head runs
+            ids = torch.zeros((len(hidden), 1), dtype=torch.long)  # any ids do, because only the head runs
             self._logits = self._model(input_ids=ids, use_cache=False, return_dict=True).logits[:, -1]
 
     def _last_tokens(self, outputs: list[Tensor]) -> list[Tensor]:
-        # Hidden states of the prompts' last tokens, `[prompts, 1, hidden]` for each step.
+        # Only the prompts' last tokens go through the model's head: `[prompts, 1, hidden]` for each step.
         return [output[range(len(last)), last, None] for output, last in zip(outputs, self._last, strict=True) if last]
 
     def _separate(self, _model: nn.Module, _inputs: Any, output: Any) -> Any:
-        """Take the logits of the prompts out of the model's output for the rows."""
+        """Forward hook of the model: remove the prompts' logits from the model's output, and keep them."""
         if 0 < self._rows < len(output.logits):
             output.logits, self._logits = output.logits[: self._rows], output.logits[self._rows :, -1]
         self._rows = 0
@@ -131,10 +134,10 @@ class JointPass:
 
 
 def _runs_foreign_code(module: nn.Module) -> bool:
-    # Such a forward could notice that several steps run together. `may_serve` covers patches of libraries.
     cls = type(module)
+    # Foreign code could notice that several steps run in one call. `may_serve` already refuses patched library code.
     return "forward" in vars(module) or (not is_known(cls) and bool(foreign_class(cls)))
 
 
 class _LayersWait(Exception):
-    """Raised to stop a step before its layers, which run later together with those of other steps."""
+    """Stops a forward pass before its layers. The layers run later, in one call with those of other passes."""

@@ -46,19 +46,21 @@ def is_step(hidden: Tensor) -> bool:
 
 
 class Half:
-    """The kernel's arguments for one half of a decoder layer.
+    """The constant kernel arguments of one half of a decoder layer: attention or feed-forward.
 
     Args:
-        above: modules that the kernel replaces together with their children, besides `linears` and `norms`.
-        linears: linear layers in the kernel's order; the outputs of the last layer are summed over the ranks.
-        norms: norms in the kernel's order; None for a norm that the layer does not have.
+        above: modules that contain the linear layers, and that the kernel replaces with them.
+        linears: linear layers in the order of the C struct. If the last one is row-parallel, its outputs are summed
+            over the ranks.
+        norms: norms in the order of the C struct; None for a norm that the layer does not have.
 
     Attributes:
-        communicator: sums the outputs over the ranks; None if the last linear layer is not row-parallel.
+        communicator: communicator that sums the outputs over the ranks; None if the last linear layer is not
+            row-parallel.
         kind: number of `dtype` in `KINDS`.
-        static: addresses and sizes that are equal for all steps, in the order of the kernel's arguments.
+        static: addresses and sizes that are the same in every step, in the order of the C struct.
         epsilons: ε of each norm; 0 for a missing norm.
-        max_rows: largest number of rows (tokens of all sequences) that the kernel multiplies.
+        max_rows: largest number of tokens, over all sequences, that the kernel computes.
     """
 
     def __init__(
@@ -85,8 +87,7 @@ class Half:
         self.epsilons = tuple(0.0 if norm is None else norm.variance_epsilon for norm in norms)
 
     def may_stand_for_modules(self, hidden: Tensor) -> bool:
-        """Return whether the kernel can compute an input, `[batch, tokens, hidden]`, and no module has a hook to
-        run."""
+        """Return whether the kernel can compute an input, `[batch, tokens, hidden]`, and the modules have no hooks."""
         batch, tokens, width = hidden.shape
         fits = hidden.dtype is self.dtype and width == self.hidden and batch * tokens <= self.max_rows
         return fits and not self.guard.has_hooks()
@@ -100,11 +101,11 @@ class AttentionHalf(Half):
 
     Args:
         linears: projections of queries, keys, values and outputs.
-        norms: norm of the layer's input, of each head's query and of each head's key; None for a missing norm.
+        norms: norm of the layer's input, and norms of each head's query and key; None for a missing norm.
 
     Attributes:
-        width: width of a head.
-        heads, kv_heads: numbers of this rank's heads of queries, and of keys and values.
+        width: head dimension.
+        heads, kv_heads: numbers of query heads and of key/value heads on this rank.
     """
 
     def __init__(self, attention: Any, linears: Sequence[nn.Linear], norms: Sequence[FusedRMSNorm | None]) -> None:
@@ -125,7 +126,8 @@ class AttentionHalf(Half):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> Step | None:
-        """Return the step for the arguments of a layer's forward; None if the kernel cannot compute the step."""
+        """Return the step's kernel arguments, from the arguments of the decoder layer's forward; None if the kernel
+        cannot compute the step."""
         cache, is_causal = others.pop(CACHE, None), others.pop("is_causal", None)
         batch, queries, _ = hidden.shape
         if (
@@ -134,7 +136,7 @@ class AttentionHalf(Half):
             or cache.offloading
             or position_embeddings is None
             or not are_harmless(others)
-            # A single new token sees all earlier tokens, causal or not; several must be causal.
+            # A single new token sees all earlier tokens, causal or not. The kernel computes several only causally.
             or (queries > 1 and (self.is_causal if is_causal is None else is_causal) is not True)
         ):
             return None
@@ -142,7 +144,7 @@ class AttentionHalf(Half):
         return step if step.fits and self.may_extend(cache, step) else None
 
     def may_extend(self, cache: DynamicCache, step: Step) -> bool:
-        """Return whether the kernel can read this layer's keys and values in the cache, and append new tokens."""
+        """Return whether the kernel can read this layer's keys and values in the cache, and append the new tokens."""
         layer: Any = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
         if type(layer) is not DynamicLayer:
             return False
@@ -159,8 +161,8 @@ class AttentionHalf(Half):
         )
 
     def run(self, hidden: Tensor, step: Step, cache: DynamicCache) -> Tensor:
-        """Append the new keys and values to the cache; return attention's output, summed over the ranks, without the
-        residual, `[batch, tokens, hidden]`."""
+        """Append the new keys and values to the cache, and return the attention output, `[batch, tokens, hidden]`,
+        summed over the ranks. The residual is not added."""
         out, cache_arguments = torch.empty_like(hidden), self.lengthen(cache, step)
         _decode.attention_half(
             *self.static, *cache_arguments, hidden.data_ptr(), out.data_ptr(), *step.arguments, self.tokens_in(cache),
@@ -172,7 +174,7 @@ class AttentionHalf(Half):
         return torch.empty(1, dtype=self.dtype).expand(step.sequences, self.kv_heads, step.queries, self.width)
 
     def lengthen(self, cache: DynamicCache, step: Step) -> tuple[int, ...]:
-        """Make room for the step's tokens in the cache, and return `addresses_of` the keys and values."""
+        """Make room in this layer's cache for the step's tokens; return `addresses_of` the keys and values."""
         layer: Any = cache.layers[self.layer_idx]
         like = None
         if not layer.is_initialized:
@@ -186,30 +188,29 @@ class AttentionHalf(Half):
 
 
 class Step:
-    """Kernel arguments that all layers of one step share.
+    """The kernel arguments of a step that all layers share: rotary positions and mask.
 
     Args:
-        shared: configuration; cosines and sines of the positions, `[sequences or 1, queries, width]` each; and mask,
-            `[sequences or 1, heads or 1, queries, tokens]`, or None.
-        sizes: (sequences, queries), data type, width of a head, and number of query heads.
+        shared: model configuration; cosines and sines of the positions, `[sequences or 1, queries, width]` each; and
+            mask, `[sequences or 1, heads or 1, queries, tokens]`, or None.
+        sizes: (sequences, queries), data type, head dimension, and number of query heads.
 
     Attributes:
         sequences, queries: number of sequences, and number of new tokens of each sequence.
-        tokens: number of tokens that each sequence must have, new tokens included; None if any number is allowed.
+        tokens: length that each sequence has with the new tokens; None if the mask does not say it.
         fits: whether the kernel can compute attention in this step; if not, `arguments` is missing.
-        arguments: addresses, strides and counts, in the order of the kernel's arguments.
+        arguments: addresses, strides and counts, in the order of the C struct `Step`.
     """
 
     _spans: Tensor | None = None
-    # At most one step. A list, because a thread that reads a class attribute can get a step that another thread just
-    # freed.
+    # Has at most one step. The list keeps a step alive for a thread that reads it while another thread replaces it.
     _latest: ClassVar[list[Step]] = []
 
     @classmethod
     def of(
         cls, half: AttentionHalf, shape: tuple[int, int], positions: tuple[Tensor, Tensor], mask: Tensor | None
     ) -> Step:
-        """Return the step of the previous layer if the arguments are the same objects; otherwise make a new step."""
+        """Return the previous layer's step if all arguments are the same objects; otherwise make a new step."""
         shared, sizes = (half.config, positions, mask), (shape, half.dtype, half.width, half.heads)
         for latest in cls._latest:
             if sizes == latest._sizes and all(map(operator.is_, shared, latest._shared)):
@@ -220,7 +221,7 @@ class Step:
 
     @classmethod
     def forget(cls) -> None:
-        """Drop the references to the latest step and its tensors."""
+        """Drop the latest step and its tensors."""
         cls._latest.clear()
 
     def __init__(
@@ -228,21 +229,21 @@ class Step:
         shared: tuple[Any, tuple[Tensor, Tensor], Tensor | None],
         sizes: tuple[tuple[int, int], torch.dtype, int, int],
     ) -> None:
-        # Keep these objects alive, because `of` compares objects by identity.
+        # `of` compares these objects by identity, so they must stay alive: a new object could get the same id.
         self._shared, self._sizes = shared, sizes
         config, rotations, mask = shared
         (self.sequences, self.queries), dtype, width, heads = sizes
-        # transformers passes a mask to several new tokens if the cache has tokens. So without a mask, the cache is
-        # empty.
+        # The mask's last dimension is the cache's length. transformers omits the mask of several tokens only if the cache
+        # is empty.
         self.tokens = mask.shape[-1] if mask is not None else None if self.queries == 1 else self.queries
         self.fits = (
             config._attn_implementation == "sdpa"
             and is_usual()
             and all(is_rotation(rotation, (self.sequences, self.queries, width), dtype) for rotation in rotations)
         )
-        # Convert a causal mask, with or without padding on the left, to spans, so that hidden tokens take no time.
         is_alone = self.queries == 1
         if self.fits and not (mask is None and is_alone):
+            # With spans instead of a mask, the kernel skips hidden tokens.
             self._spans = spans_of(mask, self.sequences, self.queries)
             fits_alone = is_alone and mask is not None and fits_mask(mask, dtype, self.sequences, heads, mask.shape[-1])
             self.fits = self._spans is not None or fits_alone
@@ -258,7 +259,12 @@ class Step:
 
 
 def is_rotation(angles: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Return whether a tensor has the cosines or sines for new tokens of the shape `[sequences, tokens, width]`."""
+    """Return whether a tensor can be the cosines or sines of rotary positions, `[sequences or 1, tokens, width]`, with
+    a contiguous last dimension.
+
+    Args:
+        shape: `(sequences, tokens, width)`.
+    """
     one_of_each = angles.ndim == 3 and angles.shape[0] in (1, shape[0]) and angles.shape[1:] == shape[1:]
     return one_of_each and angles.dtype is dtype and angles.stride(2) == 1
 
@@ -275,7 +281,8 @@ class FeedHalf(Half):
         return alike and self.may_stand_for_modules(hidden)
 
     def run(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Return the layer's output from its input and attention's output, all `[batch, tokens, hidden]`."""
+        """Return the layer's output, from the layer's input and the attention output. All are `[batch, tokens,
+        hidden]`."""
         residual, out = torch.empty_like(hidden), torch.empty_like(hidden)
         _decode.feed_half(
             *self.static, hidden.data_ptr(), attended.data_ptr(), residual.data_ptr(), out.data_ptr(),

@@ -29,12 +29,12 @@ from parallelformers_ng.kernels.sdpa import with_single_queries
 from parallelformers_ng.sharding.encoding import SCALE
 from parallelformers_ng.sharding.quantized import QuantizedLinear
 
-# Data types that can hold sums of unscaled 8-bit weights times inputs. The range of float16 (65504) is too small.
+# Products with unscaled 8-bit weights are larger than with scaled ones; float16, up to 65504, could overflow.
 _WIDE = (torch.float32, torch.bfloat16)
 
 
 class _DeviceNorm(nn.Module):
-    """A norm that the function `fused` of torch computes in one kernel; mixed into the norm's class."""
+    """A norm that one kernel of torch, the function `fused`, computes; mixed into the class of the norm."""
 
     variance_epsilon: float
     fused: Callable[..., Tensor]
@@ -58,9 +58,9 @@ _NORMS: dict[str, type[_DeviceNorm]] = {"rms_norm": DeviceRMSNorm, "layer_norm":
 
 
 class DeviceQuantizedLinear(QuantizedLinear):
-    """A linear layer with 8-bit weights Q that scales outputs, not weights: y = (x Qᵀ) ⊙ s + b.
+    """A linear layer with 8-bit weights Q that scales outputs instead of weights: y = (x Qᵀ) ⊙ s + b.
 
-    If s does not have one scale for each output, or x is not float32 or bfloat16, `QuantizedLinear` computes.
+    `QuantizedLinear` computes if s does not have one scale for each output, or if x is neither float32 nor bfloat16.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -92,7 +92,8 @@ def _serves(input: Tensor) -> bool:
 
 
 def install(model: nn.Module, left: Collection[str] = ()) -> None:
-    """Change the classes of modules that need fewer kernels here than in the modelling code, after a comparison.
+    """Change the classes of norms and quantized layers that need fewer kernels here than in the modelling code. A
+    comparison of the results comes first.
 
     Args:
         model: model of a rank on a device; its tensors may still be missing.
@@ -113,16 +114,18 @@ def install(model: nn.Module, left: Collection[str] = ()) -> None:
 
 
 def install_attention() -> None:
-    """Make transformers' "sdpa" attention read keys and values in the cache without copies, for all models of this
-    process. A comparison comes first; a second call does nothing."""
+    """Let transformers' "sdpa" attention read keys and values in the cache without copies, for all models of this
+    process. A comparison of the results comes first."""
     usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if not hasattr(usual, "__wrapped__") and _attention_agrees(usual):
         ALL_ATTENTION_FUNCTIONS.register("sdpa", with_packed_queries(usual))
 
 
 def with_packed_queries(attention: Any) -> Any:
-    """Wrap an attention function of transformers so that it copies no keys and values for a single query. All query
-    heads of a key/value head become queries of that head; all heads must share one mask."""
+    """Wrap an attention function of transformers, so that a single query needs no copies of keys and values.
+
+    The query heads that share a key/value head become several queries of that head. All heads must share one mask.
+    """
     return with_single_queries(attention, _packs, _attend)
 
 

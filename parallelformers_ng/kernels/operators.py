@@ -30,35 +30,31 @@ except ImportError as error:  # the C kernels were not built, for example withou
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _HAS_TILES, _HAS_PAIRS = (getattr(_decode, name, False) for name in ("HAS_TILES", "HAS_PAIRS"))
-# Whether the CPU has AVX512-BF16 but this package's kernel was compiled without it. torch's products of bfloat16 are
-# then twice as fast as the kernel's.
-_ONE_BY_ONE = torch.cpu._is_avx512_bf16_supported() and not (_HAS_TILES or _HAS_PAIRS)
-# Largest number of rows that the kernel multiplies; torch multiplies more rows as fast or faster. If the processor
-# multiplies bfloat16, the kernel is as fast as torch, and the limit only bounds its memory.
+# A linear layer with more input rows runs in torch, which is then as fast or faster. On processors with bfloat16
+# instructions (AMX, AVX512-BF16) the kernel is as fast as torch, and the limit only bounds the kernel's memory.
 MAX_ROWS = {
     torch.float32: 64 if torch.cpu._is_avx512_supported() else 16,
-    torch.bfloat16: 4 if _ONE_BY_ONE else 1024 if _HAS_TILES else 2048 if _HAS_PAIRS else 32,
+    torch.bfloat16: 1024 if _HAS_TILES else 2048 if _HAS_PAIRS else 32,
 }
-# Largest number of rows for quantized weights. With more rows, the weight is dequantized once for all rows.
+# A quantized linear layer with more input rows dequantizes its weight and runs in torch.
 MAX_ROWS_OF_INTEGERS = {torch.float32: 16, torch.bfloat16: 32}
-# C is faster here because it prefetches the modules' dictionaries, which are in no processor cache after a step.
+# The C function prefetches the dictionaries, because a decode step has displaced them from the processor's caches.
 _still_contain: Callable[..., bool] = getattr(
     _decode, "still_contain", lambda *lists: all(map(operator.is_, map(dict.get, *lists[:2]), lists[2]))
 )
-_any_has_items: Callable[..., bool] = getattr(_decode, "any_has_items", any)
 _code_is_stock = True
 _NO_MASK, _BOOL_MASK, _ADDED_MASK = range(3)
 
 
 class StreamingLinear(nn.Linear):
-    """`nn.Linear` that multiplies up to `MAX_ROWS` rows in C. The weight may be a slice of a wider matrix.
+    """`nn.Linear` that multiplies up to `MAX_ROWS` input rows in C. The weight may be a slice of a wider matrix.
 
-    torch multiplies more rows, tensors on other devices or of other data types than `KINDS`, and all rows if
-    `may_serve()` is False.
+    torch multiplies larger inputs, inputs on other devices or of data types that are not in `KINDS`, and all inputs
+    while `may_serve()` is False.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        # This runs for every matrix and token, and the dictionary is faster than nn.Module.__getattr__.
+        # Read `_parameters`, because nn.Module.__getattr__ is slow, and this line runs for every matrix and token.
         weight = self._parameters["weight"]
         input = _dense(input)
         if (
@@ -73,10 +69,10 @@ class StreamingLinear(nn.Linear):
 
 
 class StreamingQuantizedLinear(QuantizedLinear):
-    """A quantized linear layer that multiplies up to `MAX_ROWS_OF_INTEGERS` rows in C, without a dequantized copy of
-    the weight.
+    """A quantized linear layer that multiplies up to `MAX_ROWS_OF_INTEGERS` input rows in C, directly by the quantized
+    weight.
 
-    In all other cases, `QuantizedLinear` dequantizes the weight and torch multiplies.
+    For other inputs, `QuantizedLinear` dequantizes the weight, and torch multiplies.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -104,7 +100,7 @@ class StreamingQuantizedLinear(QuantizedLinear):
 
 
 def _dense(input: Tensor) -> Tensor:
-    # For a strided input, such as the last hidden states of many prompts, torch would copy the weight for each prompt.
+    # torch multiplies a non-contiguous input as a batch of matrices, with a copy of the weight for each matrix.
     return input if input.is_contiguous() else input.contiguous()
 
 
@@ -119,8 +115,11 @@ def _multiply(linear: nn.Module, input: Tensor) -> Tensor:
 
 
 def matrix_arguments(linear: nn.Module) -> tuple[int, int, int, int, int]:
-    """Return the fields of `Matrix` of `_matrix.h`: addresses of weight, scales and bias (0 if missing), distance
-    between rows, and inputs per scale of an int4 weight (0 for other weights)."""
+    """Return a linear layer's fields of the C struct `Matrix` (`_matrix.h`).
+
+    The first three are the addresses of weight, scales and bias (0 if the layer has none). The others are the distance
+    between rows of the weight, in elements, and the group size of an int4 weight (0 for other weights).
+    """
     weight, group = matrix_of(linear), 0
     if isinstance(linear, QuantizedLinear) and linear.encodings["weight"][0].per_byte > 1:
         group = linear.encodings["weight"][0].block
@@ -130,14 +129,14 @@ def matrix_arguments(linear: nn.Module) -> tuple[int, int, int, int, int]:
 
 
 def matrix_of(linear: nn.Module) -> Tensor:
-    """Return the stored weight, not dequantized."""
+    """Return a layer's weight as it is stored, which may be quantized."""
     weight = linear._parameters["weight"]
     assert weight is not None
     return weight
 
 
 def shape_of(linear: nn.Module) -> tuple[int, ...]:
-    """Return the shape `[out, in]` of the dequantized weight."""
+    """Return the shape `[out, in]` that a layer's weight has after dequantization."""
     shape = tuple(matrix_of(linear).shape)
     return linear.encodings["weight"][0].shape(shape) if isinstance(linear, QuantizedLinear) else shape
 
@@ -173,15 +172,15 @@ class FusedRMSNorm(nn.Module):
 
 
 def serve_stock_code(is_stock: bool) -> None:
-    """Set, for this process, whether models run only code of torch and transformers. If not, no kernel replaces a
-    module."""
+    """Tell the kernels of this process whether the model runs only code of torch and transformers. If not, the modules'
+    own code always runs."""
     global _code_is_stock
     _code_is_stock = is_stock
 
 
 def may_serve(device: str = "cpu") -> bool:
-    """Return whether kernels may replace modules: in inference mode, without autocast, `torch.compile` or foreign
-    code."""
+    """Return whether kernels may compute instead of modules: in inference mode, without autocast and `torch.compile`,
+    and only for stock code of torch and transformers."""
     return (
         _code_is_stock
         and not torch.compiler.is_compiling()
@@ -195,13 +194,15 @@ def _fits(input: Tensor, weight: Tensor) -> bool:
 
 
 def is_usual() -> bool:
-    """Return whether transformers' "sdpa" attention is its own function, possibly wrapped to use the kernel."""
+    """Return whether transformers' "sdpa" attention is still the function of transformers, or this package's wrapper of
+    that function."""
     attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
     return getattr(attention, "__wrapped__", attention) is sdpa_attention_forward
 
 
 def fits_mask(mask: Tensor, dtype: torch.dtype, batch: int, heads: int, tokens: int) -> bool:
-    """Return whether the kernel can read a mask: bool or added to scores, `[batch or 1, heads or 1, 1, tokens]`."""
+    """Return whether the C attention can read a mask, `[batch or 1, heads or 1, 1, tokens]`: a bool mask, or numbers of
+    the queries' data type that are added to the scores."""
     return (
         mask.shape[2:] == (1, tokens)
         and mask.dtype in (torch.bool, dtype)
@@ -212,28 +213,31 @@ def fits_mask(mask: Tensor, dtype: torch.dtype, batch: int, heads: int, tokens: 
 
 
 def spans_of(mask: Tensor | None, sequences: int, queries: int) -> Tensor | None:
-    """Return the spans of a causal mask, with or without padding on the left; None if spans cannot express the mask.
+    """Convert a causal mask, with or without left padding, to spans: one range of visible tokens for each sequence.
 
     Args:
-        mask: mask of new tokens, bool `[sequences or 1, 1, queries, tokens]`; None if a new token sees all earlier new
-            tokens and nothing else.
+        mask: bool mask of new tokens, `[sequences or 1, 1, queries, tokens]`; None if the sequences have no other
+            tokens, and each new token sees all earlier ones.
 
     Returns:
-        int64 `[sequences, 5]`; each row is a `Span` of `_queries.h`.
+        int64 `[sequences, 5]`, each row a C struct `Span` of `_queries.h`; None for a mask that is not of this form.
     """
     if mask is None:
         return torch.tensor([(b, 0, queries, b * queries, queries) for b in range(sequences)])
     if mask.dtype is not torch.bool or mask.shape[1:-1] != (1, queries) or mask.shape[0] not in (1, sequences):
         return None
-    if mask.stride(3) != 1 or not 0 < queries <= mask.shape[3]:
+    tokens, seen = mask.shape[3], mask[:, 0]
+    place, ends = torch.arange(tokens), torch.arange(tokens - queries, tokens)[:, None]
+    first = seen[:, -1].byte().argmax(-1)  # if the last query sees no token, `torch.equal` is False below
+    if queries > tokens or not torch.equal(seen, (place >= first[:, None, None]) & (place <= ends)):
         return None
-    spans, batch = torch.empty(sequences, 5, dtype=torch.int64), 0 if mask.shape[0] == 1 else mask.stride(0)
-    arguments = batch, mask.stride(2), sequences, queries, mask.shape[3], spans.data_ptr()
-    return spans if _decode.spans(mask.data_ptr(), *arguments) else None
+    number, first = torch.arange(sequences), first.expand(sequences)
+    count = (tokens - first).clamp(max=queries)
+    return torch.stack((number, first, torch.full_like(first, tokens), (number + 1) * queries - count, count), dim=1)
 
 
 def mask_arguments(mask: Tensor | None) -> tuple[int, int, int, int]:
-    """Return a mask's fields in the C struct `Mask` of `_queries.h`."""
+    """Return a mask's fields of the C struct `Mask` (`_queries.h`)."""
     if mask is None:
         return 0, 0, 0, _NO_MASK
     batch, head = (0 if mask.shape[dim] == 1 else mask.stride(dim) * mask.itemsize for dim in (0, 1))
@@ -241,17 +245,18 @@ def mask_arguments(mask: Tensor | None) -> tuple[int, int, int, int]:
 
 
 class Guard:
-    """Checks whether a kernel may still replace modules: their parameters, children and attributes must be the same
-    objects as before, and no module may have a hook.
+    """Detects changes of modules that a kernel computes: a replaced or moved parameter, a replaced child or attribute,
+    or a hook.
 
-    Every step checks hundreds of modules. The check is fast because it only passes over flat lists.
+    Every decode step checks hundreds of modules, so the guard keeps flat lists.
 
     Args:
-        places: pairs of a dictionary of a module and the name of a parameter (may be None), child or attribute in it.
-        modules: modules that the kernel replaces.
+        places: pairs of a module's dictionary (`_parameters`, `_modules` or `vars(module)`) and a key. The value of the
+            key must stay the same object, or stay missing.
+        modules: modules that must not get hooks.
 
     Attributes:
-        patched: modules whose forward is set on the object, not on the class. A kernel must not replace these modules.
+        patched: modules whose `forward` is set on the instance. A kernel must not replace these modules.
     """
 
     def __init__(self, places: Iterable[tuple[dict[str, Any], str]], modules: Iterable[nn.Module]) -> None:
@@ -259,7 +264,7 @@ class Guard:
         self.patched = [module for module in modules if "forward" in vars(module)]
         self._dictionaries, self._names, self._values = list[dict[str, Any]](), list[str](), list[Any]()
         self.watch(places)
-        # Watch one address only, because `Module.to` moves all parameters of a module.
+        # One address is enough to notice `Module.to`, which moves all parameters of a model.
         self._first = [value for value in self._values if isinstance(value, Tensor)][:1]
         self._addresses = [tensor.data_ptr() for tensor in self._first]
         self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
@@ -278,14 +283,14 @@ class Guard:
         return whole
 
     def holds(self) -> bool:
-        # Compare an address, too: `Module.to` may keep the tensor objects and move their memory.
+        # The address is compared, too, because `Module.to` may keep a parameter object and move its memory.
         same = _still_contain(self._dictionaries, self._names, self._values)
         return same and [tensor.data_ptr() for tensor in self._first] == self._addresses
 
     def has_hooks(self) -> bool:
-        """Return whether a hook on the modules must run. Hooks that transformers leaves behind after a request for
-        hidden states or attentions count only during another such request."""
-        if not _any_has_items(self._hooks):
+        """Return whether a module has a hook. After a request for hidden states or attentions, transformers leaves its
+        hooks in the modules; such hooks count only during another such request."""
+        if not any(self._hooks):
             return False
         sources = {getattr(hook, "__module__", "") for hooks in self._hooks for hook in hooks.values()}
         return sources != {output_capturing.__name__} or bool(output_capturing._active_collector.get())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -17,26 +17,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# This import takes a tenth of a second, mostly for modules that every model file imports, and that a waiting worker has
-# already imported.
+# This import takes 0.1 s in a new process, but costs a worker nothing, because the fork server has imported the file.
 from transformers.models.llama import modeling_llama as llama
 
 from parallelformers_ng.sharding.heads import HeadParallel
 
-# Model families whose decoder layers are known. Their forwards differ in the order of arguments.
+# Model families whose decoder layer's forward is known; the two forwards differ in the order of arguments.
 LAYERS = ("Llama", "Mixtral")
-# Model families whose attention is known → whether it normalizes each head's query and key. The families also differ in
-# sliding windows, but the mask hides the tokens outside of a window.
+# Model family whose attention class is known → whether the class normalizes each head's query and key. The classes also
+# differ in sliding windows, but the mask hides the tokens outside of a window.
 ATTENTIONS = {"Llama": False, "Mistral": False, "Qwen2": False, "Qwen3": True}
 
-# Known norm classes, by the name of the torch function that computes the norm. All have a weight and a
-# `variance_epsilon`; the classes differ in the intermediate results that are rounded to 16 bits.
+# End of a class name → the known classes with such names; for example, ("Llama", "MLP") stands for `LlamaMLP`.
+#
+# - "Layer" computes x + attention(norm(x)), then x + feed_forward(norm(x)), with modules of any class.
+# - "Model" runs its layers one after another, and does nothing between them. Only the mask differs between layer types.
+# - "MLP" computes down(act(gate(x)) · up(x)).
+_KNOWN = {
+    "Layer": [(family, "DecoderLayer") for family in LAYERS],
+    "Model": [(family, "Model") for family in ATTENTIONS],
+    "MLP": [("Llama", "MLP")],
+    "RMSNorm": [("Llama", "RMSNorm")],
+}
+
+# Name of a function of `torch.nn.functional` → the norm classes that it can compute. The classes of one function differ
+# only in which intermediate results they round to 16 bits.
 NORMS = {
     "rms_norm": (("Llama", "RMSNorm"), ("Olmo2", "RMSNorm"), ("T5", "LayerNorm")),
     "layer_norm": (("Cohere", "LayerNorm"),),
 }
 
-# Arguments of a layer that do not change the result for new tokens over a cache.
+# A decoder layer's result does not depend on these arguments: other arguments have the positions and the cache.
 _HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
 _HARMLESS_IF_OFF = frozenset({"output_attentions", "output_hidden_states", "output_router_logits", "return_dict"})
 
@@ -45,11 +56,12 @@ log = logging.getLogger("parallelformers_ng")
 
 
 def agree(what: str, results: Callable[[], tuple[Tensor, Tensor]]) -> bool:
-    """Return whether kernels and modelling code give the same result. Log a warning if they differ or raise an error.
+    """Return whether kernels and modelling code give the same result. Log a warning if the results differ or an error
+    occurs.
 
     Args:
-        what: beginning of the warning, before "computed by the modelling code".
-        results: function that returns the result of the kernels and that of the modelling code, on the CPU.
+        what: beginning of the warning, which goes on with "computed by the modelling code".
+        results: function that returns the kernels' result and the modelling code's result, both computed on the CPU.
     """
     try:
         with torch.inference_mode(), torch.device("cpu"):
@@ -64,77 +76,60 @@ def agree(what: str, results: Callable[[], tuple[Tensor, Tensor]]) -> bool:
 
 
 def are_harmless(others: dict[str, Any]) -> bool:
-    """Whether a layer's result depends on none of these arguments; False for arguments that this function does not
-    know."""
+    """Return whether a decoder layer's result depends on none of these arguments; False for an unknown argument."""
     return all(
         name in _HARMLESS or (name in _HARMLESS_IF_OFF and (value is None or value is False))
         for name, value in others.items()
     )
 
 
+def is_known(module: Any, kind: str) -> bool:
+    """Return whether a module's class has the code of a class that `_KNOWN` lists under `kind`."""
+    cls: Any = type(module)
+    return _is_known(cls, kind)
+
+
 @cache
-def is_rms_norm(cls: type) -> bool:
-    return cls.__name__.endswith("Norm") and _same_forward(cls, llama.LlamaRMSNorm)
+def _is_known(cls: type, kind: str) -> bool:
+    return cls.__name__.endswith(kind) and _is_one_of(cls, _KNOWN[kind])
+
+
+def is_silu_gated(module: Any) -> bool:
+    """Return whether a module computes down(silu(gate(x)) · up(x))."""
+    return is_known(module, "MLP") and type(module.act_fn) in (nn.SiLU, type(llama.ACT2FN["silu"]))
 
 
 @cache
 def fused_norm(cls: type) -> str:
-    """Return the `torch.nn.functional` function that computes a norm class, by name; "" for an unknown class."""
+    """Return the name of the function of `torch.nn.functional` that can compute a norm class, or ""."""
     if not cls.__name__.endswith("Norm") or issubclass(cls, nn.LayerNorm):
         return ""
-    known = (name for name, theirs in NORMS.items() if any(_same_forward(cls, modelling(*each)) for each in theirs))
-    return next(known, "")
+    return next((name for name, known in NORMS.items() if _is_one_of(cls, known)), "")
 
 
 @cache
 def mixed(kernel: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of `kernel` and `cls`, in this order, that has the name of `cls`."""
+    """Return a subclass of `kernel` and `cls`, in this order, with the name of `cls`."""
     return type(cls.__name__, (kernel, cls), {"__module__": cls.__module__})
 
 
-@cache
-def is_decoder_layer(cls: type) -> bool:
-    """Whether a class computes x + attention(norm(x)), then x + feed_forward(norm(x)), with modules of any class."""
-    return cls.__name__.endswith("Layer") and any(
-        _same_forward(cls, modelling(family, "DecoderLayer")) for family in LAYERS
-    )
+def head_norms(attention: Any) -> list[Any] | None:
+    """Return the norms of each head's query and key: two norms, or none. The result is None for attention that is not
+    known."""
+    cls: Any = type(attention)
+    normed = _normed_heads(cls)
+    return None if normed is None else [attention.q_norm, attention.k_norm] if normed else []
 
 
 @cache
-def is_decoder(cls: type) -> bool:
-    """Whether a model class runs decoder layers one after another, and does nothing between them. All layers must get
-    the same arguments, except for a mask of their layer type."""
-    return cls.__name__.endswith("Model") and any(
-        _same_forward(cls, modelling(family, "Model")) for family in ATTENTIONS
-    )
-
-
-@cache
-def is_gated_feed_forward(cls: type) -> bool:
-    """Whether a class computes down(act(gate(x)) · up(x))."""
-    return _same_forward(cls, llama.LlamaMLP)
-
-
-def is_silu(cls: type) -> bool:
-    return cls in (nn.SiLU, type(llama.ACT2FN["silu"]))
-
-
-@cache
-def normed_heads(cls: Any) -> bool | None:
-    """Return whether an attention class normalizes each head's query and key; None if it is not in `ATTENTIONS`.
-
-    For a class with sharded heads (`HeadParallel`), the class that it was made from counts.
-    """
-    if cls.__bases__[0] is HeadParallel:
+def _normed_heads(cls: Any) -> bool | None:
+    if cls.__bases__[0] is HeadParallel:  # a sharded class has the original class as its second base
         cls = cls.__bases__[1]
     functions = getattr(inspect.unwrap(cls.forward), "__globals__", {})
     for name in ("apply_rotary_pos_emb", "rotate_half"):
         if not _same_code(functions.get(name), getattr(llama, name)):
             return None
-    for family, normed in ATTENTIONS.items():
-        if _same_forward(cls, modelling(family, "Attention")):
-            return normed
-    return None
+    return next((normed for family, normed in ATTENTIONS.items() if _is_one_of(cls, [(family, "Attention")])), None)
 
 
 def modelling(family: str, part: str) -> Any:
@@ -143,8 +138,8 @@ def modelling(family: str, part: str) -> Any:
     return getattr(importlib.import_module(file), family + part)
 
 
-def _same_forward(mine: Any, theirs: Any) -> bool:
-    return _same_code(mine.forward, theirs.forward)
+def _is_one_of(cls: Any, known: Iterable[tuple[str, str]]) -> bool:
+    return any(_same_code(cls.forward, modelling(*each).forward) for each in known)
 
 
 def _same_code(mine: Any, theirs: Any) -> bool:
@@ -157,6 +152,6 @@ def _code(function: Any) -> Any:
     if not isinstance(function, FunctionType):
         return None
     code = function.__code__
-    # Leave out the docstring, which is one of the constants.
+    # The docstring is one of the constants, but has no effect on what the function computes.
     constants = tuple(constant for constant in code.co_consts if constant != function.__doc__)
     return code.co_code, code.co_names, constants, code.co_varnames, code.co_argcount

@@ -14,8 +14,10 @@ from parallelformers_ng.kernels.operators import KINDS, _decode, fits_mask, mask
 
 
 def install() -> None:
-    """Make transformers' "sdpa" attention use the C kernel for single queries, for all models of this process. Nothing
-    changes without a built kernel, with several torch threads, or at a second call."""
+    """Let transformers' "sdpa" attention use the C kernel for single queries, for all models of this process.
+
+    Without a built kernel, or with several threads of torch, nothing changes.
+    """
     if _decode is not None and torch.get_num_threads() == 1:
         usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
         if not hasattr(usual, "__wrapped__"):
@@ -27,7 +29,8 @@ def with_kernel(attention: Any) -> Any:
 
 
 def with_single_queries(attention: Any, fits: Callable[..., bool], attend: Callable[..., Tensor]) -> Any:
-    """Wrap an attention function of transformers: `attend` computes calls with one query, if `fits` returns True."""
+    """Wrap an attention function of transformers, so that `attend` computes a call with one query for which `fits`
+    returns True."""
 
     @functools.wraps(attention)
     def forward(
@@ -41,7 +44,7 @@ def with_single_queries(attention: Any, fits: Callable[..., bool], attend: Calla
 
 
 def _is_plain_attention(query: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether a call has one query, `[batch, heads, 1, width]`, and no options other than mask and scaling."""
+    """Return whether a call has one query, `[batch, heads, 1, width]`, and no options except mask and scaling."""
     return (
         query.shape[2] == 1
         and not any(kwargs.get(name) for name in ("dropout", "softcap", "output_attentions"))

@@ -1,15 +1,15 @@
 """Computes linear layers that read the same tensor as one: q | k | v of attention, gate | up of a feed-forward.
 
 x ──► [A₀ | A₁ | A₂] ──► y₀ | y₁ | y₂
-"""
 
-# A decode step on a device consists of many small products. A joint product of three layers needs one launch, and reads
-# its input once. The weights of a group of layers become one tensor, and each layer has a view of that tensor. Saving,
-# hooks and replaced weights still work.
-#
-# Names do not say which layers read the same tensor. So the layers of one module with the same input width become a
-# group. One product computes the group after a forward pass in which all layers got the same tensor, and in which one
-# product gave equal results.
+A decode step on a device consists of many small products. A joint product of three layers needs one launch, and reads
+its input once. The weights of a group of layers become one tensor, and each layer has a view of that tensor. Saving,
+hooks and replaced weights still work.
+
+Names do not say which layers read the same tensor. So the layers of one module with the same input width become a
+group. One product computes the group after a forward pass in which all layers got the same tensor, and in which one
+product gave equal results.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-# Largest number of rows for a joint product. With more rows, arithmetic takes the time, and joining saves none.
+# With more input rows, arithmetic and not memory limits a product, so a joint product saves no time.
 MAX_ROWS = 64
 _ROWS_COMPARED = 16
 
@@ -34,7 +34,7 @@ log = logging.getLogger("parallelformers_ng")
 def lay_side_by_side(model: nn.Module) -> None:
     """Group the linear layers of a model that may read the same tensor, so that one product can compute each group.
 
-    The weights of a group become views of one new tensor. Weights are copied for one module at a time, to save memory.
+    The weights of a group become views of one new tensor. To save memory, weights are copied for one module at a time.
     """
     uses = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values())
     for module in [*model.modules()]:
@@ -43,7 +43,8 @@ def lay_side_by_side(model: nn.Module) -> None:
 
 
 def _alike(module: nn.Module, uses: Counter[int]) -> Iterator[list[nn.Linear]]:
-    """Yield groups of a module's linear layers whose weights can become one tensor. Tied weights are in no group."""
+    """Yield groups of a module's linear layers with the same input width, data type and device. Layers with tied
+    weights are in no group."""
     groups: dict[Any, list[nn.Linear]] = {}
     for layer in module.children():
         if type(layer) is nn.Linear and all(uses[id(tensor)] == 1 for tensor in layer.parameters()):
@@ -60,7 +61,7 @@ class SideBySide:
         layers: linear layers that differ only in the number of outputs; their class becomes `PartOfProduct`.
 
     Attributes:
-        agree: whether a joint product gives the outputs of the layers; None until a forward pass has tested that.
+        agree: whether one product gave the same outputs as the layers; None before the first test.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
@@ -73,8 +74,8 @@ class SideBySide:
         ]
         self._sizes = [len(layer.weight) for layer in layers]
         self._input: Callable[[], Tensor | None] = lambda: None
-        # Outputs of a joint product for `_input` that the layers have not returned yet. While `agree` is None: the last
-        # rows of the outputs that the layers have computed one by one.
+        # Outputs of a joint product for `_input` that the layers have not returned yet. Before the test: the last rows
+        # of the outputs that the layers have computed one by one.
         self._outputs: dict[nn.Linear, Tensor] = {}
         for layer in layers:
             layer.__class__ = PartOfProduct
@@ -88,11 +89,12 @@ class SideBySide:
         return whole
 
     def note(self, layer: nn.Linear, input: Tensor, output: Tensor) -> None:
-        """Record the output of a layer. When all outputs are recorded, compare a joint product with them, and set
-        `agree`.
+        """Record the output of a layer for the test of a joint product. After the last layer of the group, run the
+        test.
 
-        The last 16 rows are compared. The largest difference may be 1e-4 of the largest output in float32 and float64,
-        2e-2 in other types. If the outputs differ, or if not all layers get the same tensor, the group is dissolved.
+        The test compares the last 16 rows. The largest difference may be 1e-4 of the largest output in float32 and
+        float64, 2e-2 in other types. If the outputs differ, or if not all layers get the same tensor, the group is
+        dissolved.
         """
         if self._input() is not input or layer in self._outputs:
             if self._outputs:
@@ -114,12 +116,12 @@ class SideBySide:
         """Return the output of a layer whose group has passed the test.
 
         The first call with a new input computes the outputs of all layers, for at most `MAX_ROWS` rows. The other
-        layers' calls with this input return outputs that were computed then.
+        layers' calls with the same input return the outputs that this call computed.
         """
         if self._input() is input and layer in self._outputs:
             return self._outputs.pop(layer)
         if self._outputs or any(table.get(name) is not tensor for table, name, tensor in self._parameters):
-            self.part()  # not all layers read the last input, or a weight was replaced
+            self.part()  # a layer did not read the last input, or a weight was replaced
         if not self.agree or input.numel() > MAX_ROWS * input.shape[-1]:
             return nn.Linear.forward(layer, input)
         self._input = weakref.ref(input)
@@ -127,7 +129,7 @@ class SideBySide:
         return self._outputs.pop(layer)
 
     def part(self) -> None:
-        """Dissolve the group: each layer computes its own output from now on."""
+        """Dissolve the group: from now on, each layer computes its own output."""
         self.agree = False
         self._outputs.clear()
         for layer in self._layers:
@@ -139,7 +141,7 @@ class SideBySide:
 
 
 class PartOfProduct(nn.Linear):
-    """A linear layer of a group that a joint product can compute."""
+    """A linear layer of a `SideBySide` group, whose layers one product may compute together."""
 
     side_by_side: SideBySide
 

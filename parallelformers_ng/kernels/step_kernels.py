@@ -21,7 +21,7 @@ from parallelformers_ng.cuda_graphs.kernel_trial import KernelMode
 from parallelformers_ng.kernels.decoder_stack import LayersAsOne, with_layers_as_one
 from parallelformers_ng.kernels.device_layer import DeviceLayer, DeviceStep
 from parallelformers_ng.kernels.operators import Guard, may_serve
-from parallelformers_ng.kernels.recognition import is_decoder
+from parallelformers_ng.kernels.recognition import is_known
 
 _MIN_CAPABILITY = (8, 0)
 _OPERATORS = {
@@ -33,7 +33,7 @@ _OPERATORS = {
     "nibble_product": ("nibble_product",),
     "partial_results": ("summed",),
 }
-# Largest allowed difference of a layer's result (output minus input), relative to the largest number of the result.
+# A layer adds a tensor to its input. Kernels and modules may differ by this fraction of the tensor's largest number.
 _TOLERANCE = 2e-2
 
 
@@ -42,10 +42,9 @@ class DeviceStack(LayersAsOne):
 
     Attributes:
         mode: how the layers compute; always "modules" outside of `StepKernels.computing`.
-        is_served: whether the kernels can compute all layers of the latest step. A step in the mode "modules", or for
-            which `may_serve` is False, leaves the value unchanged.
+        is_served: whether the kernels can compute all layers of the latest step that asked for them.
         worst: largest difference between kernels and modules since the start of `StepKernels.computing`, divided by the
-            tolerance; one number on the device. None before a comparison.
+            allowed difference; one number on the device. None before a comparison.
     """
 
     mode: KernelMode = "modules"
@@ -86,7 +85,7 @@ class DeviceStack(LayersAsOne):
         theirs = output, *written()
         for mine, wanted, added in zip(ours, theirs, (output - hidden, *theirs[1:]), strict=True):
             self._note(_excess(mine, wanted, added))
-        self._note((counted != 1).float().max() * 2)  # 2, above the limit 1, unless one token was counted
+        self._note((counted != 1).float().max() * 2)  # 2 exceeds the limit 1 if not exactly one token was counted
         return output
 
     def _note(self, excess: Tensor) -> None:
@@ -101,13 +100,18 @@ class DeviceStack(LayersAsOne):
 
 
 def _excess(ours: Tensor, theirs: Tensor, added: Tensor) -> Tensor:
-    """Return the largest difference relative to the allowed one: `_TOLERANCE` of `added`, plus the sum's rounding."""
+    """Return the largest difference between two results, divided by the allowed difference.
+
+    Args:
+        added: what the layer has added to its input. `_TOLERANCE` of its largest number is allowed, plus the rounding
+            of `theirs`.
+    """
     rounding = 2 * torch.finfo(theirs.dtype).eps * theirs.abs().max().float()
     return (ours.float() - theirs.float()).abs().max() / (_TOLERANCE * added.abs().max().float() + rounding)
 
 
 class StepKernels:
-    """The Triton kernels of one rank's model, with the methods that `KernelTrial` calls.
+    """The Triton kernels of one rank's model, as `KernelTrial` uses them.
 
     Args:
         stacks: lists of decoder layers in the model.
@@ -124,7 +128,7 @@ class StepKernels:
         return cls(stacks, device) if stacks else None
 
     def obstacle(self) -> str:
-        """Return why Triton kernels cannot run on the device; "" if they can. In that case, import the kernels."""
+        """Return why Triton kernels cannot run on the device. If they can, import them and return ""."""
         if find_spec("triton") is None:
             return "Triton is not installed"
         if torch.version.hip is not None:
@@ -137,7 +141,7 @@ class StepKernels:
 
     @contextlib.contextmanager
     def computing(self, mode: KernelMode) -> Iterator[None]:
-        """Set how decoder layers compute steps inside the `with` block, and drop earlier differences."""
+        """Set how decoder layers compute in the `with` block. Differences that were recorded before are dropped."""
         for stack in self._stacks:
             stack.mode, stack.is_served, stack.worst = mode, False, None
         try:
@@ -150,23 +154,22 @@ class StepKernels:
         return all(stack.is_served for stack in self._stacks)
 
     def difference(self) -> str:
-        """Describe a too large difference between kernels and modules, or return "". Waits for the device."""
+        """Wait for the device, and describe a too large difference between kernels and modules, or return ""."""
         worst = max(torch.inf if stack.worst is None else stack.worst.item() for stack in self._stacks)
         return "" if worst <= 1 else f"they differ from the modules by {worst:.1f} times what is allowed"
 
 
 def install_stacks(model: nn.Module) -> None:
-    """Change the classes of a model's decoder layers so that Triton kernels may compute them. Imports no Triton."""
+    """Change the classes of a model's decoder layers, so that Triton kernels may compute them."""
     for module in [*model.modules()]:
         layers: Any = getattr(module, "layers", None)
-        cls: type = type(module)
-        if type(layers) is nn.ModuleList and is_decoder(cls):
+        if type(layers) is nn.ModuleList and is_known(module, "Model"):
             layers.__class__ = DeviceStack
-            module.__class__ = with_layers_as_one(cls, "cuda")
+            module.__class__ = with_layers_as_one(type(module), "cuda")
 
 
 @functools.cache
 def _operators() -> Any:
-    """Import the operators of `kernels/triton`, and return an object that has them as attributes."""
+    """Import `kernels/triton`, and return an object that has its operators as attributes."""
     files = {file: importlib.import_module(f"{__package__}.triton.{file}") for file in _OPERATORS}
     return SimpleNamespace(**{name: getattr(files[file], name) for file, names in _OPERATORS.items() for name in names})

@@ -49,7 +49,7 @@ def tiers_for(model: nn.Module, plan: ShardPlan, budget: Budget | None) -> Tiers
 def _leave_to_disk(
     plan: ShardPlan, layers: dict[str, list[str]], places: list[dict[str, Place]], budget: Budget
 ) -> None:
-    """Change layers in `places` from RAM to disk until the RAM budget is met, the same fraction for each rank."""
+    """Move layers in `places` from RAM to disk until the RAM budget is met; each rank moves the same fraction."""
     in_ram = [
         {path: size for path, size in _sizes(plan, layers, rank).items() if of_rank[path] == "cpu"}
         for rank, of_rank in enumerate(places)
@@ -77,13 +77,13 @@ def _spread(sizes: dict[str, int], room: int) -> set[str]:
 
 
 def _sizes(plan: ShardPlan, layers: dict[str, list[str]], rank: int) -> dict[str, int]:
-    """Return the path of each layer of which a rank has weights → bytes of these weights."""
+    """Return, for each layer of which the rank has weights, the path of the layer and the bytes of these weights."""
     sizes = {path: sum(plan.tensors[name].bytes_on(rank) for name in names) for path, names in layers.items()}
     return {path: size for path, size in sizes.items() if size}
 
 
 def _layers(model: nn.Module, plan: ShardPlan) -> dict[str, list[str]]:
-    """Map the path of each layer of a model to the storage names of its parameters, without those of other modules.
+    """Map the path of each layer of a model to the storage names of the parameters that only this layer uses.
 
     A layer is an item of an outermost `ModuleList`, and is or contains a block of the plan.
     """

@@ -18,7 +18,8 @@ class Budget:
     """Memory limits for the weights of a replica.
 
     Attributes:
-        devices: (name of the device, limit in bytes) for each rank, from the replica with the smallest limit.
+        devices: for each rank, the name and the limit in bytes of its device. With several replicas, this is the device
+            with the smallest limit.
         cpu: RAM in bytes for the offloaded weights of all ranks of a replica.
         folder: folder for weights that do not fit in RAM.
         is_cuda: whether ranks compute on CUDA devices, to which weights in RAM must be copied.
@@ -44,14 +45,14 @@ def budget_of(
     """
     if options.max_memory is None:
         return None
-    apart = 1 if kind == "cpu" else replicas  # CPU replicas share one copy of the weights, so they count as one
+    apart = 1 if kind == "cpu" else replicas  # CPU replicas share one copy of the weights
     keys = list(range(world_size * apart) if kind == "cpu" or device_ids is None else device_ids)
     check_devices(options.max_memory, keys)
     sizes = sizes_in_bytes(options.max_memory)
     if options.offload_folder is not None:
         _check_folder(options.offload_folder)
     cpu = (sizes[CPU] if CPU in sizes else _free_memory()) // apart
-    rooms = {key: sizes[key] // keys.count(key) for key in keys}  # ranks on the same device share its limit equally
+    rooms = {key: sizes[key] // keys.count(key) for key in keys}  # ranks share the limit of their device
     least = [min(keys[rank::world_size], key=lambda key: rooms[key]) for rank in range(world_size)]
     return Budget([(_name(key, keys), rooms[key]) for key in least], cpu, options.offload_folder, kind == "cuda")
 

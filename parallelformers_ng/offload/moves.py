@@ -17,8 +17,13 @@ from parallelformers_ng.checkpoint.staging import Staging
 from parallelformers_ng.offload.pages import evict, read_ahead, replace_by_copies, show_file, source_of, stretches
 
 
-class MovedLayer:
-    """Base class of the weights of a layer that are offloaded while the layer does not run. The methods do nothing.
+class MappedLayer:
+    """The weights of a layer on CPU, as views of mapped files, so that other code can read them at any time.
+
+    Before the layer runs, its weights are read into memory: with direct I/O if possible, else into the page cache.
+
+    Args:
+        tensors: weights whose pages are read and freed; empty if no page of the layer has to move.
 
     Attributes:
         coming: future of `bring`, which moves the weights to the device; None if the move was not requested.
@@ -26,44 +31,20 @@ class MovedLayer:
         next: layer that ran after this layer in the last forward pass, and is expected to do so again.
     """
 
-    next: MovedLayer
+    next: MappedLayer
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, tensors: Sequence[Tensor] = ()) -> None:
         self.module = module
         self.coming: Future[None] | None = None
         self.going: Future[None] | None = None
-
-    def bring(self) -> None:
-        """Read the weights into memory. Runs in the mover thread; the forward pass that waits raises its OSError."""
-
-    def drop(self) -> None:
-        """Free the memory of the weights. Runs in the mover thread; the next forward pass raises its OSError."""
-
-    def ask(self) -> None:
-        """Start asynchronous copies of the weights to the device. Runs in the thread of the forward pass."""
-
-    def enter(self) -> None:
-        """Set the device copies of the weights as the module's parameters. Runs in the thread of the forward pass."""
-
-    def leave(self) -> None:
-        """Set the offloaded weights as the module's parameters again. Runs in the thread of the forward pass."""
-
-
-class MappedLayer(MovedLayer):
-    """A layer on CPU whose weights are views of mapped files, so that other code can read them at any time.
-
-    Before the layer runs, its weights are read into memory: with direct I/O if possible, else into the page cache.
-    """
-
-    def __init__(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
-        super().__init__(module)
-        self._tensors = tensors  # keeps the files mapped as long as this object uses their addresses
+        self._tensors = tensors  # the files stay mapped while their tensors live
         self._stretches = stretches(tensors)
-        sources = [source_of(stretch) for stretch in self._stretches]
-        known = [(stretch, source) for stretch, source in zip(self._stretches, sources, strict=True) if source]
-        self._sources = known if len(known) == len(sources) else []
+        sources = [(stretch, source) for stretch in self._stretches if (source := source_of(stretch))]
+        self._sources = sources if len(sources) == len(self._stretches) else []
 
     def bring(self) -> None:
+        """Read the weights into memory, in the mover thread. The forward pass that waits raises this method's
+        OSError."""
         if self._sources:
             replace_by_copies(self._sources)
             return
@@ -71,10 +52,20 @@ class MappedLayer(MovedLayer):
             read_ahead(stretch)
 
     def drop(self) -> None:
+        """Free the memory of the weights, in the mover thread. The next forward pass raises this method's OSError."""
         for stretch, source in self._sources:
             show_file(stretch, source)
         for stretch in self._stretches:
             evict(stretch)
+
+    def ask(self) -> None:
+        """Start asynchronous copies of the weights to the device, in the thread of the forward pass."""
+
+    def enter(self) -> None:
+        """Set the device copies of the weights as the module's parameters, in the thread of the forward pass."""
+
+    def leave(self) -> None:
+        """Set the offloaded weights as the module's parameters again, in the thread of the forward pass."""
 
 
 class CopiedLayer(MappedLayer):
@@ -107,7 +98,7 @@ class CopiedLayer(MappedLayer):
 
     def ask(self) -> None:
         if self._staging is None:
-            if not self._written:  # the first time, the device may still be writing the weights to host memory
+            if not self._written:  # the device may still be writing the weights to host memory
                 self._stream.wait_stream(torch.cuda.current_stream(self._device))
                 self._written = True
             with torch.cuda.stream(self._stream):
@@ -121,7 +112,7 @@ class CopiedLayer(MappedLayer):
         else:
             self._copies = [self._staging.to_device(home) for home in self._homes]
         for (table, name), copy in zip(self._places, self._copies, strict=True):
-            copy.record_stream(current)  # keeps torch from freeing the copy while this stream uses it
+            copy.record_stream(current)  # otherwise torch may reuse the memory while this stream reads it
             table[name] = nn.Parameter(copy, requires_grad=False)
 
     def leave(self) -> None:
@@ -139,10 +130,10 @@ class Moves:
         layers: the layers, in the expected order of running.
     """
 
-    def __init__(self, layers: Sequence[MovedLayer]) -> None:
+    def __init__(self, layers: Sequence[MappedLayer]) -> None:
         self._mover = ThreadPoolExecutor(1, "layers")
-        self._running: MovedLayer | None = None
-        self._ahead: MovedLayer | None = None
+        self._running: MappedLayer | None = None
+        self._ahead: MappedLayer | None = None
         for layer, following in zip(layers, [*layers[1:], *layers[:1]], strict=True):
             layer.next = following
         self._hooks = []
@@ -151,7 +142,7 @@ class Moves:
             hook.is_blind = True
             self._hooks.append(layer.module.register_forward_pre_hook(hook))
 
-    def _before(self, layer: MovedLayer, module: nn.Module, args: Any) -> None:
+    def _before(self, layer: MappedLayer, module: nn.Module, args: Any) -> None:
         last, ahead = self._running, self._ahead
         if layer is last:
             return
@@ -165,9 +156,9 @@ class Moves:
             self._request(layer).result()
             going, layer.going = layer.going, None
             if going is not None:
-                going.result()  # raises the error of `drop`, which has finished, because `bring` is queued after it
+                going.result()  # raises the error of `drop`, which the mover thread ran before `bring`
         except BaseException:
-            layer.coming = None  # forget the failed move, so that the next forward pass requests it again
+            layer.coming = None  # the next forward pass tries the failed move again
             raise
         layer.enter()
         self._running = layer
@@ -175,13 +166,13 @@ class Moves:
             self._request(layer.next)
             self._ahead = layer.next
 
-    def _request(self, layer: MovedLayer) -> Future[None]:
+    def _request(self, layer: MappedLayer) -> Future[None]:
         if layer.coming is None:
             layer.ask()
             layer.coming = self._mover.submit(layer.bring)
         return layer.coming
 
-    def _release(self, layer: MovedLayer) -> None:
+    def _release(self, layer: MappedLayer) -> None:
         layer.leave()
         layer.coming = None
         layer.going = self._mover.submit(layer.drop)

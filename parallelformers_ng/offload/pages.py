@@ -20,8 +20,8 @@ from torch import Tensor
 from parallelformers_ng.checkpoint.mapping import HUGE_PAGE, MappedFile, checked, file_at, libc, put, reserve
 
 _POPULATE_READ, _WILLNEED, _PAGEOUT, _DONTNEED, _HUGEPAGE, _COLLAPSE = 22, 3, 21, 4, 14, 25
-_MOVE_THERE = 3  # mremap's flags MREMAP_MAYMOVE | MREMAP_FIXED, which Python does not define
-# Number of concurrent reads, and bytes of each read, because a disk is fastest with several reads at the same time.
+_MOVE_THERE = 3  # MREMAP_MAYMOVE | MREMAP_FIXED, which Python does not define
+# A disk is fastest with several reads at a time: this number of threads read, and each read has this number of bytes.
 _READERS, _PIECE = 4, 4 << 20
 
 
@@ -33,7 +33,7 @@ class Stretch(NamedTuple):
 
 
 def stretches(tensors: Iterable[Tensor]) -> list[Stretch]:
-    """Return the memory pages of contiguous CPU tensors, as ranges; adjacent and overlapping ranges are merged."""
+    """Return the memory pages of contiguous CPU tensors, as ranges. Adjacent and overlapping ranges are merged."""
     pages = sorted(
         (tensor.data_ptr() // mmap.PAGESIZE, -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE))
         for tensor in tensors
@@ -49,7 +49,7 @@ def stretches(tensors: Iterable[Tensor]) -> list[Stretch]:
 
 
 def source_of(stretch: Stretch) -> MappedFile | None:
-    """Return the file that is mapped at a range of pages; None if there is none, or if it does not allow direct I/O."""
+    """Return the file that is mapped at a range of pages; None without a file that allows direct I/O."""
     file = file_at(stretch.start)
     return None if file is None or file.direct is None else file
 
@@ -59,13 +59,13 @@ def read_ahead(stretch: Stretch) -> None:
 
     Errors are ignored. The call waits only on Linux 5.14 or later, which has MADV_POPULATE_READ.
     """
-    for advice in (_WILLNEED, _POPULATE_READ):  # MADV_POPULATE_READ alone would also read pages outside of the range
+    for advice in (_WILLNEED, _POPULATE_READ):  # MADV_POPULATE_READ alone would also read neighbouring pages
         libc().madvise(*stretch, advice)
 
 
 def evict(stretch: Stretch) -> None:
     """Free the memory of a range of mapped pages. Values that were written to them are lost; errors are ignored."""
-    libc().madvise(*stretch, _PAGEOUT)  # fails for other users' files, whose pages the kernel frees later
+    libc().madvise(*stretch, _PAGEOUT)  # fails for files of other users, but then the kernel frees the pages later
     libc().madvise(*stretch, _DONTNEED)
 
 
@@ -76,7 +76,7 @@ def make_huge(tensors: Iterable[Tensor]) -> threading.Thread | None:
     Needs Linux 6.1 (MADV_COLLAPSE); memory files stay shared. Pages that the kernel cannot replace, for example those
     of most disk files, stay as they are. Returns the thread, or None if no tensor covers a huge page.
     """
-    kept = list(tensors)  # keeps the tensors alive until the thread ends, so that their addresses stay valid
+    kept = list(tensors)  # addresses stay valid only while the tensors live
     whole: list[Stretch] = []
     for start, length in stretches(kept):
         first, end = -(-start // HUGE_PAGE) * HUGE_PAGE, (start + length) // HUGE_PAGE * HUGE_PAGE
@@ -87,7 +87,7 @@ def make_huge(tensors: Iterable[Tensor]) -> threading.Thread | None:
 
     def collapse() -> None:
         for start, length in whole:
-            for at in range(start, start + length, _PIECE):  # one `madvise` per chunk, so that an error stops only that
+            for at in range(start, start + length, _PIECE):  # an error stops one chunk only, not the whole range
                 libc().madvise(at, min(_PIECE, start + length - at), _COLLAPSE)
         kept.clear()
 
@@ -105,13 +105,15 @@ def replace_by_copies(places: Sequence[tuple[Stretch, MappedFile]]) -> None:
     memory: list[int] = []
     try:
         for stretch, _ in places:
-            memory.append(_memory_for(stretch))
+            # `reserve` gives the memory the same offset within a huge page, so that `mremap` can move huge pages.
+            memory.append(reserve(stretch.length, stretch.start))
+            libc().madvise(memory[-1], stretch.length, _HUGEPAGE)  # the kernel sets up huge pages five times faster
         reads = [
             _readers().submit(_read, stretch, source, done, start)
             for (stretch, source), start in zip(places, memory, strict=True)
             for done in range(0, stretch.length, _PIECE)
         ]
-        wait(reads)  # wait for all reads even if one fails, so that none writes into memory that is freed below
+        wait(reads)  # after an error, no read may still write into memory that is freed below
         for each in reads:
             each.result()
         while memory:
@@ -119,7 +121,7 @@ def replace_by_copies(places: Sequence[tuple[Stretch, MappedFile]]) -> None:
             checked(libc().mremap(memory[-1], stretch.length, stretch.length, _MOVE_THERE, stretch.start))
             memory.pop()
     finally:
-        for (stretch, _), start in zip(places, memory, strict=False):  # after an error, free the rest
+        for (stretch, _), start in zip(places, memory, strict=False):  # after an error, `memory` has what was not moved
             libc().munmap(start, stretch.length)
 
 
@@ -128,23 +130,12 @@ def show_file(stretch: Stretch, source: MappedFile) -> None:
     put(*stretch, source.descriptor, stretch.start - source.start)
 
 
-def _memory_for(stretch: Stretch) -> int:
-    """Map new memory as long as `stretch`, and return its address.
-
-    The memory may have huge pages of 2 MB, which the kernel sets up in a fifth of the time. Its offset within a huge
-    page is that of `stretch`, so that `mremap` can move huge pages whole.
-    """
-    start = reserve(stretch.length, stretch.start)
-    libc().madvise(start, stretch.length, _HUGEPAGE)
-    return start
-
-
 def _read(stretch: Stretch, source: MappedFile, skipped: int, start: int) -> None:
     """Read the chunk of the file that begins `skipped` bytes after `stretch.start`, to address `start + skipped`."""
     assert source.direct is not None
     begin, stop = stretch.start - source.start, min(skipped + _PIECE, stretch.length)
     offset, end = begin + skipped, min(begin + stop, source.size)
-    while offset < end:  # the rest of the last page, after the end of the file, stays zero, as in a mapped file
+    while offset < end:  # after the end of the file, a page has zeros, as in a mapped file
         address = start + offset - begin
         room = (ctypes.c_char * (start + stop - address)).from_address(address)
         count = os.preadv(source.direct, [room], offset)

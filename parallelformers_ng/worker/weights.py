@@ -20,7 +20,7 @@ from parallelformers_ng.checkpoint.store import map_shards
 from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.kernels.operators import StreamingLinear
 from parallelformers_ng.kernels.side_by_side import lay_side_by_side
-from parallelformers_ng.offload.moves import CopiedLayer, MappedLayer, MovedLayer, Moves
+from parallelformers_ng.offload.moves import CopiedLayer, MappedLayer, Moves
 from parallelformers_ng.offload.pages import make_huge
 from parallelformers_ng.runtime.freed_memory import TRIM_EVERY, give_back_freed
 from parallelformers_ng.sharding.plan import ShardPlan
@@ -127,7 +127,7 @@ class RankWeights:
         return report
 
     def _move_layers(self) -> None:
-        layers: list[MovedLayer] = []
+        layers: list[MappedLayer] = []
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         staging: Staging | None = None
         for path, stored in () if self._tiers is None else self._tiers.moved(self.rank):

@@ -329,15 +329,6 @@ def test_comparison_of_parameters_in_c() -> None:
         operators._decode.still_contain([1], ["a"], [None])
 
 
-def test_search_for_items_in_c() -> None:
-    dictionaries: list[dict[str, int]] = [{} for _ in range(40)]
-    assert not operators._decode.any_has_items(dictionaries)
-    dictionaries[39]["a"] = 1
-    assert operators._decode.any_has_items(dictionaries)
-    with pytest.raises(TypeError, match="lists"):
-        operators._decode.any_has_items({})
-
-
 def test_caches_of_the_wrong_size_are_refused(calls: Counter[str]) -> None:
     _, fused = models("qwen3", torch.float32, as_one=True)
     generate(fused)

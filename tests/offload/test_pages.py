@@ -15,7 +15,7 @@ from torch import nn
 
 from parallelformers_ng.checkpoint.mapping import file_at, map_file
 from parallelformers_ng.offload import moves, pages
-from parallelformers_ng.offload.moves import MappedLayer, MovedLayer, Moves
+from parallelformers_ng.offload.moves import MappedLayer, Moves
 
 _COUNTS = (3 << 20, 9000, 1 << 20, 5000)
 """Bytes of consecutive tensors: pieces, pages of 2 MB, parts of a page, the end of a file within a page."""
@@ -112,7 +112,7 @@ def test_memory_file_gets_huge_pages() -> None:
     assert pages.make_huge(mapped[: 1 << 20].split(1)) is None
 
 
-class Stuck(MovedLayer):
+class Stuck(MappedLayer):
     """A layer whose memory cannot be freed once."""
 
     tries = 0
@@ -124,7 +124,7 @@ class Stuck(MovedLayer):
 
 
 def test_failed_drop_is_raised_at_next_pass() -> None:
-    stuck, other, x = Stuck(nn.Linear(2, 2)), MovedLayer(nn.Linear(2, 2)), torch.ones(2)
+    stuck, other, x = Stuck(nn.Linear(2, 2)), MappedLayer(nn.Linear(2, 2)), torch.ones(2)
     layers = Moves([stuck, other])
     other.module(stuck.module(x))
     with pytest.raises(OSError, match="weights cannot be mapped"):

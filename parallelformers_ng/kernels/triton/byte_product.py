@@ -1,25 +1,25 @@
 """Products of 1 to 32 rows with weights of 8 bits, read as stored: integers, or fp8 (e4m3).
 
 y = (x Qᵀ) ⊙ s + b          Q: `[outputs, inputs]` of 8 bits, s: an fp32 scale for each output
-"""
 
-# One launch multiplies x by up to three weights (q | k | v, gate | up), which stay separate tensors.
-#
-# Numbers are widened to the data type of x, which holds all of them, and multiplied by tensor cores; sums are fp32.
-# fp8 is widened by shifts of its bits, for not every card from sm_80 on converts it.
-#
-# Launches: 1. For many outputs, each program computes 32 outputs, and sums over all inputs by itself. For few outputs,
-# so few programs would not keep a large card busy. Then each program sums over one split of the inputs, and y has
-# partial results, in fp32:
-#
-#     p = (x Qᵀ over the inputs of the split) ⊙ s, and + b in the first split.
-#
-# The kernel that reads y adds them in the order of the splits, see `partial_results.py`: the same call gives the same
-# bits. The splits depend on the weights, not on the rows.
-#
-# Bytes: Q and s are read once, y is written once. x is read by every program, from the second one on from the cache of
-# the card: 2 · rows / 32 bytes for each number of Q. With splits, each split reads s, and p is written:
-# 4 · rows · splits / inputs bytes for each number of Q, at most about rows / 128. The reader reads as many.
+One launch multiplies x by up to three weights (q | k | v, gate | up), which stay separate tensors.
+
+Numbers are widened to the data type of x, which holds all of them, and multiplied by tensor cores; sums are fp32.
+fp8 is widened by shifts of its bits, for not every card from sm_80 on converts it.
+
+Launches: 1. For many outputs, each program computes 32 outputs, and sums over all inputs by itself. For few outputs,
+so few programs would not keep a large card busy. Then each program sums over one split of the inputs, and y has
+partial results, in fp32:
+
+    p = (x Qᵀ over the inputs of the split) ⊙ s, and + b in the first split.
+
+The kernel that reads y adds them in the order of the splits, see `partial_results.py`: the same call gives the same
+bits. The splits depend on the weights, not on the rows.
+
+Bytes: Q and s are read once, y is written once. x is read by every program, from the second one on from the cache of
+the card: 2 · rows / 32 bytes for each number of Q. With splits, each split reads s, and p is written:
+4 · rows · splits / inputs bytes for each number of Q, at most about rows / 128. The reader reads as many.
+"""
 
 from __future__ import annotations
 
@@ -37,27 +37,26 @@ MAX_ROWS = 32
 MAX_WEIGHTS = 3
 OUTPUTS_OF_PROGRAM = 32
 _INPUTS_AT_ONCE = 256
-# With more rows than these, x takes so much shared memory that a program reads half as many inputs at once.
+# With more rows, x fills so much shared memory that a program reads half as many inputs at once.
 _MANY_ROWS = 16
-# Warps of a program, one for every 16 outputs. With more, two warps would widen the same numbers.
+# Each warp of a program computes 16 outputs. With more warps, two would widen the same numbers.
 WARPS = 2
 _MAX_SPLITS = 16
 
 
 @triton.jit
 def _fp8_as_float32(bits):
-    # The bits were read as int8. An fp8 exponent counts from 7, one of float32 from 127. NaN, which no encoder writes,
-    # is read as 480.
+    # Sign, exponent and fraction move to their places in a float32. NaN, which no encoder writes, is read as 480.
     placed = ((bits.to(tl.int32) << 20) & -0x78100000).to(tl.float32, bitcast=True)
-    return placed * 1.329227995784916e36  # times 2¹²⁰, because the exponent's bias is 127 in float32, but 7 in fp8
+    return placed * 1.329227995784916e36  # 2¹²⁰, because the bias of exponents is 127 in float32, and 7 in fp8
 
 
 @triton.jit
 def weight_and_tile(q0, q1, q2, s0, s1, s2, b0, b1, b2, outputs0, outputs1, outputs2, OUTPUTS: tl.constexpr):
-    """Return this program's weight and tile: q, s, b, number of outputs, number of outputs of the weights before it,
-    tile.
+    """Return this program's weight and tile: q, s, b, number of outputs of the weight, number of outputs of the weights
+    before it, and number of the tile.
 
-    A tile is OUTPUTS outputs of one weight; each weight counts its tiles from 0.
+    A tile is OUTPUTS outputs of one weight. The tiles of each weight are numbered from 0.
     """
     tile = tl.program_id(0)
     q, s, b, outputs, left = q0, s0, b0, outputs0, 0
@@ -70,14 +69,14 @@ def weight_and_tile(q0, q1, q2, s0, s1, s2, b0, b1, b2, outputs0, outputs1, outp
     return q, s, b, outputs, left, tile
 
 
-@triton.jit(do_not_specialize=["rows"])  # a CUDA graph pads rows, but must not compile
+@triton.jit(do_not_specialize=["rows"])  # another number of rows must not compile another kernel inside a CUDA graph
 def byte_product_kernel(
     x, q0, q1, q2, s0, s1, s2, b0, b1, b2, y,
     rows, inputs, splits, outputs0, outputs1, outputs2, x_row, y_row,
     BIASED: tl.constexpr, FP8: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    # Computes one split of up to OUTPUTS outputs of one weight for all rows. y is the partial results, `[splits, rows,
-    # outputs]`. `x_row` and `y_row` are distances between rows, in elements.
+    # A program writes OUTPUTS outputs of one weight to the partial results y, `[splits, rows, outputs]`, for all rows
+    # and one split of the inputs. `x_row` and `y_row` are distances between rows, in elements.
     split = tl.program_id(1)
     q, s, b, outputs, left, tile = weight_and_tile(
         q0, q1, q2, s0, s1, s2, b0, b1, b2, outputs0, outputs1, outputs2, OUTPUTS
@@ -88,7 +87,7 @@ def byte_product_kernel(
     numbers_at = q + output.to(tl.int64)[:, None] * inputs
     states_at = x + row[None, :] * x_row
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    steps = tl.cdiv(inputs, INPUTS)  # a split begins at a multiple of INPUTS, so that its loads are 16 bytes wide
+    steps = tl.cdiv(inputs, INPUTS)  # splits begin at multiples of INPUTS, so that loads are 16 bytes wide
     for start in range(split * steps // splits * INPUTS, (split + 1) * steps // splits * INPUTS, INPUTS):
         input = start + tl.arange(0, INPUTS)
         is_input = input < inputs
@@ -107,9 +106,9 @@ def byte_product_kernel(
 def byte_product_launches(
     x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> tuple[tuple[Launch], Tensor]:
-    """Return the launch that computes y = (x Qᵀ) ⊙ s + b for all weights Q, and its output.
+    """Return the launch that computes y = (x Qᵀ) ⊙ s + b for all weights Q, and its output y.
 
-    The output is partial results, `[splits, rows, sum of the outputs]`, with the outputs of the weights side by side.
+    y has partial results, `[splits, rows, sum of the outputs]`, with the outputs of the weights side by side.
 
     Args:
         x: `[…, inputs]`, dense along the inputs, bf16 or fp16; at most 32 rows in all.
@@ -130,15 +129,15 @@ def product_launches(
     kernel: Any, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor],
     others: dict[str, Any], constants: dict[str, Any], stages: int,
 ) -> tuple[tuple[Launch], Tensor]:  # fmt: skip
-    """Return the launch of a kernel that multiplies by one to three weights, and its output.
+    """Return the launch of a kernel that multiplies x by one to three weights, and its output y.
 
-    The kernels have arguments for three weights. In the place of a missing weight, a kernel gets the first weight with
-    0 outputs; in the place of a missing bias, scales, which it does not read. Triton 3.6 cannot return None from a
-    function of a kernel.
+    The kernel has arguments for three weights, because Triton 3.6 cannot return None from a function that a kernel
+    calls. A missing weight is the first weight with 0 outputs. A missing bias is a tensor of scales, which the kernel
+    does not read.
 
     Args:
         x: `[rows, inputs]`. If the inputs are not split, the output has its data type.
-        others: arguments of the kernel, by name, that replace or follow those for x and the weights.
+        others: more arguments of the kernel, by name. They replace those for x and the weights that have the same name.
         constants: constants of the kernel by name, apart from BIASED and OUTPUTS.
     """
     rows, inputs = x.shape
@@ -160,15 +159,15 @@ def product_launches(
 
 
 def at_once(most: int, rows: int) -> int:
-    """Return how many inputs, or groups of inputs, a program reads at once. The sums do not depend on this number."""
+    """Return how many inputs, or groups of inputs, a program loads at once. The number does not change the sums."""
     return most if rows <= _MANY_ROWS else most // 2
 
 
 def splits_of(tiles: int, inputs: int) -> int:
-    """Choose the number of splits of the inputs, 1 to 16, for a number of programs (`tiles`) that cover the outputs.
+    """Choose into how many splits, 1 to 16, to divide the inputs of a product whose outputs take `tiles` programs.
 
-    The number does not depend on the rows: a CUDA graph pads the rows, but must not compile another kernel. Each split
-    has at least two iterations of the kernel's loop.
+    The number does not depend on the rows, because a CUDA graph with more rows must not compile another kernel. Each
+    split has at least two iterations of the kernel's loop.
     """
     steps = -(-inputs // _INPUTS_AT_ONCE)
     return splits_for(tiles, min(_MAX_SPLITS, steps // 2))

@@ -1,11 +1,11 @@
 """The gate of a feed-forward.
 
 y = silu(g) ⊙ u
-"""
 
-# Launches: 1, with a program for each block of a row.
-# Bytes: g and u are read once, y is written once. g and u may be views of one product. They are partial results, whose
-# sums are rounded to the data type of y before the gate, see `partial_results.py`.
+Launches: 1, with a program for each block of a row.
+Bytes: g and u are read once, y is written once. g and u may be views of one product. They are partial results, whose
+sums are rounded to the data type of y before the gate, see `partial_results.py`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BLOCK = 1024
 
 @triton.jit
 def gate_kernel(g, u, y, columns, g_row, u_row, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    # Computes up to BLOCK columns of one row. `g_row` and `u_row` are distances between rows, in elements.
+    # A program computes BLOCK columns of one row. `g_row` and `u_row` are distances between rows, in elements.
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

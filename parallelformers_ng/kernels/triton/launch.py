@@ -14,9 +14,9 @@ class Launch:
     """One launch of a Triton kernel.
 
     Attributes:
-        arguments: tensors and numbers by name; None for an optional tensor that is absent.
+        arguments: tensors and numbers by name; None for a missing optional tensor.
         constants: arguments of type `tl.constexpr`, by name.
-        stages: number of iterations of the inner loop whose loads are in flight together.
+        stages: number of iterations of the inner loop whose loads are in flight at the same time.
     """
 
     kernel: Any
@@ -27,7 +27,7 @@ class Launch:
     stages: int = 1
 
     def run(self) -> None:
-        """Queue the kernel on the current stream. A grid with a 0 launches nothing."""
+        """Queue the kernel on the current stream. An empty grid launches nothing."""
         if all(self.grid):
             options = {"num_warps": self.warps, "num_stages": self.stages}
             self.kernel[self.grid](**self.arguments, **self.constants, **options)
@@ -37,15 +37,15 @@ _library = torch.library.Library("parallelformers_ng", "FRAGMENT")
 
 
 def operator(schema: str, launches: Callable[..., tuple[Sequence[Launch], Any]]) -> Any:
-    """Register and return an operator, `torch.ops.parallelformers_ng.NAME`, that launches kernels.
+    """Register a torch operator that launches kernels, and return it.
 
-    Dispatch modes of torch see a call of the operator and its tensors. `torch.library.custom_op` is not used, because
-    it imports the compiler at its first call.
+    Calls of the operator are visible to torch's dispatch modes. `torch.library.custom_op` is not used, because it
+    imports the compiler at its first call.
 
     Args:
         schema: name, arguments and results, in the form of torch's `native_functions.yaml`.
-        launches: function of the operator's arguments; allocates the results, and returns the launches that write them,
-            in order, and the results.
+        launches: function of the operator's arguments that allocates the results. It returns the launches that write
+            the results, in order, and the results.
     """
 
     def run(*arguments: Any) -> Any:
@@ -60,14 +60,10 @@ def operator(schema: str, launches: Callable[..., tuple[Sequence[Launch], Any]])
     return getattr(torch.ops.parallelformers_ng, name).default
 
 
-def power_of_two(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()
-
-
-# Number of Triton programs that keep the largest cards busy: about four for each multiprocessor.
+# About four programs for each multiprocessor keep the largest cards busy.
 _PROGRAMS = 512
 
 
 def splits_for(programs: int, most: int) -> int:
-    """Return into how many parts, 1 to `most`, to split the work of each program to keep the largest cards busy."""
+    """Return into how many splits, 1 to `most`, to divide each program, so that the largest cards are busy."""
     return max(1, min(most, _PROGRAMS // max(1, programs)))

@@ -2,15 +2,15 @@
 
 y = x Wᵀ + b           W = Q ⊙ s, rounded to the data type of x
 Q: `[outputs, inputs / 2]`, two numbers in a byte, the first one in its low bits; s: `[outputs, inputs / 32]`
-"""
 
-# Low and high bits stay apart: x is read as words of 32 bits, whose halves are the inputs of the low and of the high
-# numbers. Tensor cores multiply, sums are fp32.
-#
-# One launch multiplies x by up to three weights, which stay separate tensors.
-#
-# Launches: 1. For few outputs y is partial results, in fp32, see `byte_product.py`.
-# Bytes: Q and s are read once, y is written once. x is read by every program, see `byte_product.py`.
+Low and high bits stay apart: x is read as words of 32 bits, whose halves are the inputs of the low and of the high
+numbers. Tensor cores multiply, sums are fp32.
+
+One launch multiplies x by up to three weights, which stay separate tensors.
+
+Launches: 1. For few outputs y is partial results, in fp32, see `byte_product.py`.
+Bytes: Q and s are read once, y is written once. x is read by every program, see `byte_product.py`.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ import triton.language as tl
 from torch import Tensor
 
 from parallelformers_ng.kernels.triton.byte_product import at_once, product_launches, weight_and_tile
-from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two
+from parallelformers_ng.kernels.triton.launch import Launch, operator
 
 GROUP = 32
 _GROUPS_AT_ONCE = 8
-# Smallest number of rows that tensor cores multiply; fewer rows are padded.
+# Tensor cores multiply at least 8 rows, so the kernel pads fewer rows.
 _MIN_ROWS = 8
 
 # PTX for four bytes `$4` and the scales `$5`, `$6` of their numbers: the low numbers times the scales go to `$0` and
@@ -68,7 +68,7 @@ _FP16 = tl.constexpr(_TWO_AT_ONCE.format(type="f16x2", exponent="0x64", one="0x3
 
 @triton.jit
 def _both_scaled(numbers, scales):
-    # Returns the low and the high numbers times their scales, rounded as a dequantized weight in memory would be.
+    # Dequantizes the low and the high 4-bit numbers of each byte, with the rounding of a dequantized weight in memory.
     return tl.inline_asm_elementwise(
         _BF16 if scales.dtype == tl.bfloat16 else _FP16,
         "=r,=r,=r,=r,r,r,r",
@@ -81,8 +81,7 @@ def _both_scaled(numbers, scales):
 
 @triton.jit
 def _scaled(numbers, scales):
-    # Returns the low numbers times their scales, rounded as a dequantized weight would be. Triton's interpreter, which
-    # runs no PTX, uses this function.
+    # Dequantizes the low 4-bit number of each byte without PTX, for Triton's interpreter.
     bits = ((numbers.to(tl.int32) & 15) ^ 8) | 0x4B000000
     return ((bits.to(tl.float32, bitcast=True) - 8388616.0) * scales.to(tl.float32)).to(scales.dtype)
 
@@ -94,9 +93,9 @@ def nibble_product_kernel(
     BIASED: tl.constexpr, PTX: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUPS: tl.constexpr,
     GROUP_STEP: tl.constexpr,
 ):  # fmt: skip
-    # Computes one split of up to OUTPUTS outputs of one weight for all rows. y is the partial results, `[splits, rows,
-    # outputs]`. `inputs` and `x_row` count pairs of inputs. A row of scales has GROUP_STEP · `group_steps` scales: the
-    # compiler knows that scales begin at a multiple of GROUP_STEP, and loads them early, several at once.
+    # A program writes OUTPUTS outputs of one weight to the partial results y, `[splits, rows, outputs]`, for all rows
+    # and one split of the inputs. `inputs` and `x_row` count pairs of inputs. A row of scales has GROUP_STEP ·
+    # `group_steps` scales, so that the compiler knows their alignment, and loads several scales at once.
     split = tl.program_id(1)
     q, s, b, outputs, left, tile = weight_and_tile(
         q0, q1, q2, s0, s1, s2, b0, b1, b2, outputs0, outputs1, outputs2, OUTPUTS
@@ -135,9 +134,9 @@ def nibble_product_kernel(
 def nibble_product_launches(
     x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> tuple[tuple[Launch], Tensor]:
-    """Return the launch that computes y = x Wᵀ + b for all weights W = Q ⊙ s, and its output.
+    """Return the launch that computes y = x Wᵀ + b for all weights W = Q ⊙ s, and its output y.
 
-    The output is partial results, `[splits, rows, sum of the outputs]`, with the outputs of the weights side by side.
+    y has partial results, `[splits, rows, sum of the outputs]`, with the outputs of the weights side by side.
 
     Args:
         x: `[…, inputs]`, bf16 or fp16, at an address that is a multiple of 4; at most 32 rows in all.
@@ -151,7 +150,7 @@ def nibble_product_launches(
     others = {"x": pairs, "inputs": pairs.shape[1], "x_row": pairs.stride(0), "group_steps": groups // group_step}
     constants: dict[str, Any] = {
         "PTX": isinstance(nibble_product_kernel, triton.JITFunction),
-        "ROWS": max(_MIN_ROWS, power_of_two(len(x))),
+        "ROWS": max(_MIN_ROWS, triton.next_power_of_2(len(x))),
         "GROUPS": at_once(_GROUPS_AT_ONCE, len(x)),
         "GROUP_STEP": group_step,
     }

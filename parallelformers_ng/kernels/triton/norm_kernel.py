@@ -1,13 +1,13 @@
 """The sum of a residual and its RMS norm.
 
 s = x + d        y = s / √(mean(s²) + ε) ⊙ w
-"""
 
-# d is partial results, see `partial_results.py`. Their sum, and then s, are rounded to the data type of x before the
-# norm, as modelling code does.
-#
-# Launches: 1, with a program for each row, which holds the whole row in registers.
-# Bytes: x, d and w are read once, s and y are written once. Without d nothing is added, and s is not written.
+d is partial results, see `partial_results.py`. Their sum, and then s, are rounded to the data type of x before the
+norm, as modelling code does.
+
+Launches: 1, with a program for each row, which holds the whole row in registers.
+Bytes: x, d and w are read once, s and y are written once. Without d nothing is added, and s is not written.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two
+from parallelformers_ng.kernels.triton.launch import Launch, operator
 from parallelformers_ng.kernels.triton.partial_results import load_sum, row_distance
 
-# Widest row that the registers of a program hold.
+# A program holds its row in registers, which have room for this number of columns.
 MAX_COLUMNS = 1 << 14
 _COLUMNS_PER_WARP = 1024
 
 
 @triton.jit
 def norm_kernel(x, d, w, s, y, columns, x_row, d_row, epsilon, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    # Computes one row. `x_row` and `d_row` are distances between rows, in elements.
+    # A program computes one row. `x_row` and `d_row` are distances between rows, in elements.
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -46,7 +46,7 @@ def norm_kernel(x, d, w, s, y, columns, x_row, d_row, epsilon, SPLITS: tl.conste
 def norm_launches(
     x: Tensor, d: Tensor | None, w: Tensor, epsilon: float
 ) -> tuple[tuple[Launch], tuple[Tensor, Tensor]]:
-    """Return the launch that writes s and y, and both outputs, contiguous and of the shape of x.
+    """Return the launch that writes the sum s and its norm y, and these two outputs, contiguous and of the shape of x.
 
     Args:
         x: `[rows, 1, columns]`, with at most `MAX_COLUMNS` columns.
@@ -55,7 +55,7 @@ def norm_launches(
         w: weight of the norm, `[columns]`.
     """
     columns = x.shape[-1]
-    rows, block = x.reshape(-1, columns), power_of_two(columns)
+    rows, block = x.reshape(-1, columns), triton.next_power_of_2(columns)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     s = y if d is None else torch.empty_like(y)
     arguments: dict[str, Any] = {"x": rows, "d": d, "w": w, "s": s, "y": y, "columns": columns, "epsilon": epsilon}

@@ -1,17 +1,17 @@
 """The sum of a product's partial results.
 
 y = p₀ + p₁ + … , in fp32, then rounded to the data type of the model       p: `[splits, rows, outputs]`
-"""
 
-# The products of this package return `[splits, rows, outputs]`: fp32 if their inputs are split among programs,
-# otherwise y itself with one split. The kernels that read a product add its partial results as they load them, by
-# `load_sum`: the norm, the gate, and the rotary positions. Their docstrings call such a tensor partial results, also
-# with one split.
-#
-# `summed` is for other readers, such as a sum over ranks.
-#
-# Launches: 1; for one split, none.
-# Bytes: p is read once, y is written once.
+The products of this package return `[splits, rows, outputs]`: fp32 if their inputs are split among programs,
+otherwise y itself with one split. The kernels that read a product add its partial results as they load them, by
+`load_sum`: the norm, the gate, and the rotary positions. Their docstrings call such a tensor partial results, also
+with one split.
+
+`summed` is for other readers, such as a sum over ranks.
+
+Launches: 1; for one split, none.
+Bytes: p is read once, y is written once.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def load_sum(place, step, mask, like, SPLITS: tl.constexpr):
     """Load partial results, add their splits in order, and return the sum in float32, rounded to the data type of
     `like`.
 
-    Every kernel that reads a product loads it by this function, so all of them get the same bits.
+    All kernels that read a product use this function, so all of them get the same bits.
 
     Args:
-        place: pointers to partial results of the first split.
+        place: pointers to the partial results of the first split.
         step: distance between splits, in elements.
         mask: True for results to load; the other results are 0.
-        like: pointer to numbers of the data type of the model.
+        like: pointer to numbers of the model's data type.
     """
     if SPLITS == 1:
         sums = tl.load(place, mask=mask, other=0.0).to(tl.float32)
@@ -58,10 +58,11 @@ def sum_kernel(p, y, rows, outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def row_distance(p: Tensor) -> int:
-    """Return the distance between rows of partial results, in elements. Rows of the next split must follow directly.
+    """Return the distance between rows of partial results, in elements. Raises ValueError for splits that are not
+    adjacent in memory, which the kernels cannot read.
 
     Args:
-        p: partial results, `[splits, rows, outputs]`, of all outputs of a product or of some of them.
+        p: partial results of a product, `[splits, rows, outputs]`, or of some of its outputs.
     """
     splits, rows, _ = p.shape
     if splits > 1 and p.stride(0) != rows * p.stride(1):
@@ -82,5 +83,5 @@ sum_of_splits = operator("sum_of_splits(Tensor p, ScalarType dtype) -> Tensor", 
 
 
 def summed(p: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add the splits of partial results. A single split is the sum already, and may have any strides."""
+    """Add the splits of partial results, `[splits, rows, outputs]`. With one split, the result is a view."""
     return p[0] if len(p) == 1 else sum_of_splits(p, dtype)

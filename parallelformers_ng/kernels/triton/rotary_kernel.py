@@ -2,14 +2,14 @@
 
 q ↦ q ⊙ cos + (−q₂ | q₁) ⊙ sin            (q₁ | q₂): the halves of a head of q.
 keys[row, head, p] = the same of k         values[row, head, p] = v         p: position of the row.
-"""
 
-# Norms of each head's query and key come first, if the attention has them: q ↦ q / √(mean(q²) + ε) ⊙ w.
-#
-# q, k and v are partial results, see `partial_results.py`. Their sums are rounded to the data type of the cache first.
-#
-# Launches: 1, with a program for each row and head. A position outside of the cache writes nothing.
-# Bytes: q, k, v, cos and sin are read once, rotated q and a token of the cache are written once.
+Norms of each head's query and key come first, if the attention has them: q ↦ q / √(mean(q²) + ε) ⊙ w.
+
+q, k and v are partial results, see `partial_results.py`. Their sums are rounded to the data type of the cache first.
+
+Launches: 1, with a program for each row and head. A position outside of the cache writes nothing.
+Bytes: q, k, v, cos and sin are read once, rotated q and a token of the cache are written once.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two
+from parallelformers_ng.kernels.triton.launch import Launch, operator
 from parallelformers_ng.kernels.triton.partial_results import load_sum, row_distance
 
 
@@ -28,8 +28,8 @@ from parallelformers_ng.kernels.triton.partial_results import load_sum, row_dist
 def _turned(
     states, step, w, cos, sin, column, inside, epsilon, like, SPLITS: tl.constexpr, HALF: tl.constexpr
 ):  # fmt: skip
-    # Loads a head, norms it if it has a norm, and returns its rotated halves. `step` is the distance between splits,
-    # `like` a pointer to numbers of the data type of the cache.
+    # Returns the two rotated halves of a head, after the norm if `w` is not None. `states` are partial results, `step`
+    # is the distance between their splits, and `like` a pointer to numbers of the cache's data type.
     first = load_sum(states + column, step, inside, like, SPLITS)
     second = load_sum(states + HALF + column, step, inside, like, SPLITS)
     if w is not None:
@@ -50,8 +50,8 @@ def rotary_kernel(
     key_row, key_head, value_row, value_head, epsilon,
     SPLITS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Rotates one query head, or writes one key head or value head to the cache. Names that end in `_row` or `_head` are
-    # distances in elements. `room` is the number of positions of the cache.
+    # A program rotates one query head, or writes one key head or value head to the cache, which has `room` positions.
+    # Names that end in `_row` or `_head` are distances in elements.
     row, head, rows = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(0)
     column = tl.arange(0, BLOCK)
     inside = column < HALF
@@ -87,9 +87,10 @@ def rotary_launches(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
     epsilon: float, keys: Tensor, values: Tensor, positions: Tensor,
 ) -> tuple[tuple[Launch], Tensor]:  # fmt: skip
-    """Return the launch that writes to the cache, and rotated q, `[rows, heads · width]`, of the cache's data type.
+    """Return the launch that rotates queries and writes keys and values to the cache, and the rotated queries.
 
-    q, k and v are partial results with equal numbers of splits, dense along the last dimension.
+    The rotated queries are `[rows, heads · width]`, of the cache's data type. q, k and v are partial results with equal
+    numbers of splits, dense along the last dimension.
 
     Args:
         q: queries, `[splits, rows, heads · width]`.
@@ -98,8 +99,8 @@ def rotary_launches(
         q_norm, k_norm: weights of the RMS norms of each head, `[width]`; None for no norm.
         epsilon: ε of both norms.
         keys, values: cache, `[rows, kv_heads, positions, width]`, dense along the last two dimensions.
-        positions: place of the new token in the cache, `[rows]` or `[1]`, integers. A token with a place outside of the
-            cache is not written.
+        positions: position of the new token in the cache, `[rows]` or `[1]`, integers. A token with a position outside
+            of the cache is not written.
     """
     rows, kv_heads, room, width = keys.shape
     heads = q.shape[2] // width
@@ -111,12 +112,12 @@ def rotary_launches(
     arguments |= {"cos_row": row_step(cos), "sin_row": row_step(sin), "position_row": row_step(positions)}
     arguments |= {"key_row": keys.stride(0), "key_head": keys.stride(1)}
     arguments |= {"value_row": values.stride(0), "value_head": values.stride(1)}
-    constants: dict[str, Any] = {"SPLITS": len(q), "HALF": width // 2, "BLOCK": power_of_two(width // 2)}
+    constants: dict[str, Any] = {"SPLITS": len(q), "HALF": width // 2, "BLOCK": triton.next_power_of_2(width // 2)}
     return (Launch(rotary_kernel, (rows, heads + 2 * kv_heads), arguments, constants, warps=1),), rotated
 
 
 def row_step(tensor: Tensor) -> int:
-    """Return the distance between rows, in elements; 0 if the tensor has a single row for all rows of the batch."""
+    """Return the distance between rows of a tensor, in elements; 0 if the tensor has one row, which all rows share."""
     return 0 if tensor.shape[0] == 1 else tensor.stride(0)
 
 

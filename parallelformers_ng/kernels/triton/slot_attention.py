@@ -1,21 +1,21 @@
 """Attention of one query of each row over a slot cache, `[rows, kv_heads, positions, width]`.
 
 y = softmax(scale · q Kᵀ) V
-"""
 
-# Rows have lengths of their own, which lie on the device. A row attends to the positions that its window reaches and
-# its mask shows. A row that attends to nothing gets zeros. Query heads of one key/value head share its loads.
-#
-# Launches: 2. In the first one, programs for each row, key/value head and split of the keys write partial results:
-#
-#     m = max of the scores        l = Σ exp(score − m)        a = Σ exp(score − m) · V.
-#
-# In the second one a program for each row and query head adds them up. It may count the new token as well: no program
-# of that launch reads the counter.
-#
-# Bytes: q, and the keys and values of the attended positions, are read once, with a byte of the mask for each position
-# of a row and key/value head. Nothing else of the cache is read, whatever lies there. The partial results are written
-# once and read once: 4 · (width + 2) for each split and query head.
+Rows have lengths of their own, which lie on the device. A row attends to the positions that its window reaches and
+its mask shows. A row that attends to nothing gets zeros. Query heads of one key/value head share its loads.
+
+Launches: 2. In the first one, programs for each row, key/value head and split of the keys write partial results:
+
+    m = max of the scores        l = Σ exp(score − m)        a = Σ exp(score − m) · V.
+
+In the second one a program for each row and query head adds them up. It may count the new token as well: no program
+of that launch reads the counter.
+
+Bytes: q, and the keys and values of the attended positions, are read once, with a byte of the mask for each position
+of a row and key/value head. Nothing else of the cache is read, whatever lies there. The partial results are written
+once and read once: 4 · (width + 2) for each split and query head.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two, splits_for
+from parallelformers_ng.kernels.triton.launch import Launch, operator, splits_for
 from parallelformers_ng.kernels.triton.rotary_kernel import row_step
 
-# Smallest size of each dimension of a matrix product (`tl.dot`) that Triton compiles.
+# `tl.dot` needs at least this size in each dimension, so smaller operands are padded.
 MIN_SIDE = 16
 _KEYS_AT_ONCE = 64
 _MAX_SPLITS = 64
@@ -42,16 +42,15 @@ def split_kernel(
     mask_row, length_row, scale,
     QUERIES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    # Computes the partial results of one split of the keys, for the query heads of one key/value head: the largest
-    # score, the sum of the weights exp(score - largest), and the weighted sum of the values. Names that end in `_row`
-    # or `_head` are distances in elements. `groups` is the number of query heads of a key/value head, `room` the number
-    # of positions.
+    # A program attends to one split of the keys, for the `groups` query heads of one key/value head. It writes the
+    # largest score, the sum of the weights exp(score - largest), and the weighted sum of the values. Names that end in
+    # `_row` or `_head` are distances in elements; `room` is the number of positions.
     pair, split = tl.program_id(0), tl.program_id(1)
     row, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     query, column = tl.arange(0, QUERIES), tl.arange(0, BLOCK)
     is_query, is_column = query < groups, column < WIDTH
     end = tl.minimum(tl.load(lengths + row * length_row).to(tl.int32) + 1, room)
-    # `window` is 0 if a row sees all positions. Without this branch, Triton 3.9 would need more registers.
+    # A `window` of 0 shows all positions. Without the branch, Triton 3.9 needs more registers.
     start = 0
     if window > 0:
         start = tl.maximum(end - window, 0)
@@ -98,7 +97,7 @@ def combine_kernel(
     parts, largest, sums, counter, y, splits,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    # Computes attention y of one row and query head from its splits. One program also increments `counter`.
+    # A program combines the splits of one row and query head to attention y. One program also increments `counter`.
     slot = tl.program_id(0).to(tl.int64)
     split, column = tl.arange(0, SPLITS), tl.arange(0, BLOCK)
     is_split, is_column = split < splits, column < WIDTH
@@ -119,7 +118,8 @@ def attention_launches(
     q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float,
     mask: Tensor | None = None, counter: Tensor | None = None, window: int = 0,
 ) -> tuple[tuple[Launch, Launch], Tensor]:  # fmt: skip
-    """Return two launches, and their output y, `[rows, heads · width]`: attention of one query of each row.
+    """Return the two launches that compute attention of one query of each row, and their output y, `[rows, heads ·
+    width]`.
 
     The first launch computes partial results for splits of the keys, in fp32; the second launch combines them. The
     method is that of Flash-Decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
@@ -135,7 +135,7 @@ def attention_launches(
     """
     rows, kv_heads, room, width = keys.shape
     heads = q.shape[1] // width
-    splits = splits_of(power_of_two(rows) * kv_heads, room)
+    splits = splits_of(triton.next_power_of_2(rows) * kv_heads, room)
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts = torch.empty((rows * heads, splits, width), dtype=torch.float32, device=q.device)
     largest, sums = (parts.new_empty((rows * heads, splits)) for _ in range(2))
@@ -145,20 +145,20 @@ def attention_launches(
     arguments |= {"q_row": q.stride(0), "key_row": keys.stride(0), "key_head": keys.stride(1)}
     arguments |= {"value_row": values.stride(0), "value_head": values.stride(1)}
     arguments |= {"mask_row": 0 if mask is None else row_step(mask), "length_row": row_step(lengths)}
-    shape: dict[str, Any] = {"WIDTH": width, "BLOCK": max(MIN_SIDE, power_of_two(width))}
-    queries = max(MIN_SIDE, power_of_two(heads // kv_heads))
+    shape: dict[str, Any] = {"WIDTH": width, "BLOCK": max(MIN_SIDE, triton.next_power_of_2(width))}
+    queries = max(MIN_SIDE, triton.next_power_of_2(heads // kv_heads))
     split_shape = shape | {"QUERIES": queries, "KEYS": _KEYS_AT_ONCE}
     first = Launch(split_kernel, (rows * kv_heads, splits), arguments, split_shape, stages=2)
-    combined, sum_shape = partial | {"counter": counter, "y": y}, shape | {"SPLITS": power_of_two(splits)}
+    combined, sum_shape = partial | {"counter": counter, "y": y}, shape | {"SPLITS": triton.next_power_of_2(splits)}
     return (first, Launch(combine_kernel, (rows * heads,), combined, sum_shape)), y
 
 
 def splits_of(pairs: int, room: int) -> int:
-    """Choose the number of splits of the keys, 1 to 64; equal for all steps over a cache, as CUDA graphs need it.
+    """Choose into how many splits, 1 to 64, to divide the keys. All steps over a cache get the same number, as CUDA
+    graphs need it.
 
     Args:
-        pairs: number of key/value heads, times the number of rows rounded up to a power of two. A CUDA graph has this
-            number of rows; its kernels were compiled in the step before the recording.
+        pairs: number of key/value heads, times the number of rows rounded up to a power of two, as in a CUDA graph.
         room: number of positions of the cache.
     """
     return splits_for(pairs, min(_MAX_SPLITS, -(-room // (2 * _KEYS_AT_ONCE))))
