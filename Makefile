@@ -71,10 +71,11 @@ QUICK = -m quick $$(sed -n 's|^\([a-z_/0-9]*[.py]*\).*|tests/\1|p' tests/quick.t
 test: setup ## run tests of every room, those of tests/quick.txt; or all of one folder but the slow ones (ROOM=wire, PYTEST_ARGS='-k plan -x')
 	@$(PYTEST) $(if $(ROOM),-m 'not slow' tests/$(ROOM),$(QUICK)) $(PYTEST_ARGS)
 
-test-rest: setup ## run what `make test` leaves, but the slow tests
-	@$(PYTEST) -m 'not quick and not slow' $(PYTEST_ARGS)
+# One run, because collecting all tests takes half a minute, and the tests share the groups of workers.
+test-rest: setup ## run what `make test` leaves: also servers, scripts that are killed, installations (PYTEST_ARGS="-m 'not quick and not slow'")
+	@$(PYTEST) -m 'not quick' $(PYTEST_ARGS)
 
-test-all: setup ## run all tests: also servers, scripts that are killed, installations
+test-all: setup ## run all tests
 	@$(PYTEST) $(PYTEST_ARGS)
 
 page: setup ## the server's page in Chromium, which it installs if it may (Debian)

@@ -86,7 +86,7 @@ class RestartLimitError(GroupError):
 
 
 class RequestTimeoutError(GroupError, TimeoutError):
-    """A request missed its deadline. If the workers were killed, the message has each rank's position in the code."""
+    """A request missed its deadline. If a rank may hang, the message has each rank's position in the code."""
 
 
 class DeadlineExpiredError(RequestTimeoutError):

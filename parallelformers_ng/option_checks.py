@@ -75,7 +75,16 @@ def _no_switch(value: Any) -> Any:
     return value
 
 
-_STRICTLY = dacite.Config(strict=True, type_hooks={int: _no_switch, float: _no_switch})
+def _no_mapping(value: Any) -> Any:
+    """Raise an error for a mapping, which dacite would try to fill with the items of a list."""
+    if isinstance(value, Mapping):
+        raise dacite.WrongTypeError(list, value)
+    return value
+
+
+_HOOKS: dict[Any, Any] = dict.fromkeys((int, float), _no_switch)
+_HOOKS |= dict.fromkeys((list[str], list[int | float]), _no_mapping)
+_STRICTLY = dacite.Config(strict=True, type_hooks=_HOOKS)
 
 
 def checked_seconds(seconds: Any, name: str) -> Seconds:

@@ -116,8 +116,9 @@ class Batch:
         positions = min((ticket.positions for ticket in self._running.values()), default=0) if self.steps else 0
         if positions and self.room is not math.inf:
             positions = max(positions, int(self.room))  # without a CUDA graph, a step copies the whole cache
-        rows, updates = self._options.rows, dict[int, tuple[bytes, int]]()
+        rows, updates, now = self._options.rows, dict[int, tuple[bytes, int]](), time.monotonic()
         for number, ticket in self._running.items():
+            ticket.round_began, ticket.round_ends = now, now + self.group.timeout
             update, ticket.update = ticket.update, None
             if update is not None:
                 updates[number] = update

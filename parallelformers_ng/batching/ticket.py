@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import threading
 import time
@@ -11,14 +13,17 @@ from collections.abc import Callable
 import torch
 
 from parallelformers_ng.batching.sharing import SharedCall
-from parallelformers_ng.errors import DeadlineExpiredError, DivergedError, RequestTimeoutError
+from parallelformers_ng.errors import DeadlineExpiredError, DivergedError, GroupError, RequestTimeoutError
 from parallelformers_ng.runtime.failures import Description, rebuild
 from parallelformers_ng.runtime.group import LOOK_SECONDS
+from parallelformers_ng.runtime.inspection import reports_of
 from parallelformers_ng.runtime.limits import cancellation_of_thread
 from parallelformers_ng.wire.message import parcel as packed
 from parallelformers_ng.wire.message import unpack
 
 _MAX_FAILURES = 3
+_SLOW_SECONDS = 1.0  # a round that runs longer may hang
+_REPORT_SECONDS = 10.0  # time in which a group that ends for a late round says where its ranks stood
 
 
 class Ticket:
@@ -39,6 +44,8 @@ class Ticket:
         ended: whether no further token will come.
         error: error that ended the call: an exception, or the number of a rank and its description of an exception.
         lost: whether the group ended before the ranks received the call, so that another group may run the call.
+        round_began: time at which the latest round of the call began, as of `time.monotonic`.
+        round_ends: deadline of that round, at which the group ends.
         given_up: whether the caller has stopped waiting.
         failures: number of failed rounds in which the call was a suspect.
         suspect: number of tokens until which the call is suspected of causing a failure. Two suspects never share a
@@ -60,6 +67,7 @@ class Ticket:
         self.update: tuple[bytes, int] | None = None
         self.runs = self.ended = self.lost = self.given_up = False
         self.error: BaseException | tuple[int, Description] | None = None
+        self.round_began = self.round_ends = 0.0
         self.failures = self.suspect = 0
         self._again = 0  # number of tokens since the last start; a restarted call repeats its first tokens
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -151,12 +159,29 @@ class Ticket:
                     next_look = time.monotonic() + LOOK_SECONDS
                     if (update := self.call.objects.update()) is not None:
                         self.update = packed(update)
-                self._bell.get(timeout=min(max(end - time.monotonic(), 0.0), pause))
+                last = self._last_moment(end)
+                self._bell.get(timeout=min(max(last - time.monotonic(), 0.0), pause))
             except queue.Empty:
-                if time.monotonic() < end:
-                    continue
-                new_count = len(self.tokens)
-                if not self.runs and not new_count:
-                    text = "'generate' did not get its turn in the batch before its deadline"
-                    raise DeadlineExpiredError(text) from None
-                raise RequestTimeoutError(f"'generate' ran past its deadline with {new_count} new tokens") from None
+                if time.monotonic() >= last:
+                    raise self._late() from None
+
+    def _last_moment(self, end: float) -> float:
+        """Return when to stop waiting: a little later than `end` if a round that may hang has its deadline then, too,
+        because the group's error says where the ranks stood."""
+        if self.round_began + _SLOW_SECONDS < end < self.round_ends < end + 2 * _SLOW_SECONDS:
+            return self.round_ends + _REPORT_SECONDS
+        return end
+
+    def _late(self) -> RequestTimeoutError:
+        """Return the error of a call that ends alone, while the ranks go on with its batch."""
+        if not self.runs and not self.tokens:
+            return DeadlineExpiredError("'generate' did not get its turn in the batch before its deadline")
+        phase = f"with {len(self.tokens)} new tokens{'' if self.runs else ', waiting to begin again'}"
+        if not self.tokens:
+            phase = f"in its prompt of {self.call.prompt.shape[1]} tokens"
+        text, seconds = f"'generate' ran past its deadline {phase}", time.monotonic() - self.round_began
+        with contextlib.suppress(GroupError, OSError):  # the ranks have just ended, or are on other hosts
+            if self.runs and seconds > _SLOW_SECONDS:
+                text += f"; its round began {seconds:.3g} s ago, and the ranks stand here:\n"
+                text += "\n".join(reports_of(os.getpid()))
+        return RequestTimeoutError(text)

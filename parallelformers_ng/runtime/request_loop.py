@@ -294,5 +294,5 @@ class RequestLoop:
             f"The request was {phase}: {described(request.method, *request.arguments)}\n"
             f"{tracebacks.report(self._processes.workers, self._processes.arena)}"
         )
-        self._processes.note_reason(GroupError(f"{why}\n{stood}" if request.given_up else why))
+        self._processes.note_reason(GroupError(f"{why}\n{stood}"))
         return RequestTimeoutError(f"{text}; the workers were ended. Allow more time with timeout=\n{stood}")

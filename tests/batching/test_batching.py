@@ -38,6 +38,7 @@ from parallelformers_ng.batching.rounds import RankBatch, Round
 from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.batching.sharing import shared_call
+from parallelformers_ng.batching.ticket import Ticket
 from parallelformers_ng.errors import GroupError
 from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.kernels import decoder_stack
@@ -592,6 +593,25 @@ def test_a_deadline_ends_one_row(groups):
         with pytest.raises(RequestTimeoutError):
             model.generate(prompt, max_new_tokens=55, do_sample=False, timeout=1e-3)
         assert torch.equal(running.result(), want)
+
+
+@pytest.mark.parametrize(
+    ("runs", "tokens", "says"),
+    [
+        (False, [], "'generate' did not get its turn in the batch before its deadline"),
+        (True, [], "'generate' ran past its deadline in its prompt of 3 tokens"),
+        (True, [8, 9], "'generate' ran past its deadline with 2 new tokens"),
+        (False, [8, 9], "'generate' ran past its deadline with 2 new tokens, waiting to begin again"),
+    ],
+)
+def test_a_late_call_says_its_phase(runs, tokens, says):
+    prompt = torch.tensor([[5, 6, 7]])
+    call = cast(Any, SimpleNamespace(prompt=prompt, objects=ObjectState(()), follow=lambda ids, new: (ids, False)))
+    ticket = Ticket(call, (b"", 0), 0, lambda: None)
+    ticket.runs, ticket.tokens, ticket.round_began = runs, tokens, time.monotonic()
+    with pytest.raises(RequestTimeoutError) as caught:
+        ticket.wait(time.monotonic())
+    assert str(caught.value) == says
 
 
 def test_more_than_may_wait_are_refused(groups):

@@ -28,7 +28,7 @@ from parallelformers_ng.sharding import look_ups
 from parallelformers_ng.worker import runner
 from parallelformers_ng.worker.runner import ModelRunner
 from tests.helpers.operator_recorder import OperatorRecorder
-from tests.zoo.case import text_inputs
+from tests.zoo.case import text_inputs, token_ids
 from tests.zoo.decoders import decoder
 from tests.zoo.recent import LLAMA4
 from tests.zoo.seq2seq import t5
@@ -225,6 +225,18 @@ def test_memory_stays_from_call_to_call() -> None:
     kept.cache.update(torch.ones(5, 2, 2, 8), torch.ones(5, 2, 2, 8), 0)
     assert not kept.steps, "the recording used other memory"
     assert [bucket_of(rows) for rows in (1, 2, 3, 4, 5, 9)] == [1, 2, 4, 4, 8, 16]
+
+
+@pytest.mark.parametrize("rows", [2, 3], ids=["full bucket", "padded"])
+def test_replays_read_the_arguments_of_their_step(rows: int) -> None:
+    model, steps = decoder("Llama"), 8
+    arguments = {"input_ids": token_ids(rows), "max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False}
+    want = model.generate(**arguments)
+    captured = CapturedSteps(OperatorRecorder(), SingleCommunicator(Arena.create(1)))  # type: ignore[arg-type]
+    with torch.inference_mode(), captured.capturing(model):
+        assert torch.equal(model.generate(**static_generation(model, arguments, CAPTURED)[0]), want)
+    assert captured.reason == "", "the recording was given up"
+    assert (captured.recorder.recordings, captured.recorder.replays) == (1, steps - 2)  # type: ignore[attr-defined]
 
 
 def test_compilers_tensors_are_not_checked() -> None:

@@ -46,15 +46,13 @@ def test_the_most_telling_option_of_generate(pretended_one: WorkerGroup) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "count"), [("gpt2", 4), ("t5", 1), ("llama", 2)])
 def test_all_options_of_generate(family: str, count: int, pretended_groups: Callable[[int], WorkerGroup]) -> None:
     check_options(family, OPTIONS, pretended_groups(count))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "count"), [("gpt2", 4), ("t5", 1), ("llama", 2)])
 def test_options_of_the_forward(family: str, count: int, pretended_groups: Callable[[int], WorkerGroup]) -> None:
     pretended = pretended_groups(count)
     whole, cut = FAMILIES[family](), FAMILIES[family]()

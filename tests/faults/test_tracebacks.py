@@ -9,6 +9,7 @@ import socket
 import time
 
 import pytest
+import torch
 
 from parallelformers_ng import deadline, parallelize
 from parallelformers_ng.errors import RequestTimeoutError
@@ -70,6 +71,22 @@ def test_processor_that_hangs_is_named_on_every_rank():
         model.generate(**text_inputs(), max_new_tokens=4, logits_processor=[endless])
     for block in blocks(caught.value):
         assert place_of_sleep("endless") in block
+
+
+@pytest.mark.parametrize("seconds", [3, None])
+def test_processor_that_hangs_in_a_batch(seconds):
+    """A call with a short deadline leaves the batch. Without one, the group ends with the call."""
+    model = parallelize(gpt2(), 2, workers={"device": "cpu", "restart": False, "timeout": 5}, batching=True)
+    prompt = torch.tensor([[5, 6, 7]])
+    model.generate(prompt, max_new_tokens=4)  # a first call takes longer
+    with pytest.raises(RequestTimeoutError) as caught:
+        model.generate(prompt, max_new_tokens=4, logits_processor=[endless], timeout=seconds)
+    hangs, waits = sorted(blocks(caught.value), key=lambda block: place_of_sleep("endless") not in block)
+    assert place_of_sleep("endless") in hangs
+    assert "runs 'decode_rows'" in hangs
+    assert "collectives/" in waits
+    if seconds is not None:
+        assert "in its prompt of 3 tokens; its round began " in str(caught.value)
 
 
 def test_rank_that_hangs_in_a_read_is_named(tmp_path, monkeypatch):

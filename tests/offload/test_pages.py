@@ -59,6 +59,7 @@ def test_a_layer_is_right_at_any_time(
         assert (bytes_behind(tensors[0]) >= tensors[0].nbytes) is direct
         assert all(map(torch.equal, tensors, want))
         layer.drop()
+        assert bytes_behind(tensors[0], "Rss") < tensors[0].nbytes // 2, "the pages stay in memory"
         assert all(map(torch.equal, tensors, want))
 
 

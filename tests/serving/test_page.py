@@ -22,7 +22,9 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="the page is tested in Chromium; make page installs it"),
 ]
 TOKENIZER = tiny_tokenizer()
-WIDTHS = (1280, 390)
+DESKTOP, PHONE = 1280, 390
+on_both = pytest.mark.parametrize("page", [DESKTOP, PHONE], indirect=True)
+"""Runs a test of the layout at the width of a desktop and of a phone."""
 HOSTILE = """\
 <script>window.hit = 1</script> <img src=x onerror="window.hit = 1"> <svg onload="window.hit = 1">
 <meta http-equiv="refresh" content="0;url=http://evil.test/"> <base href="http://evil.test/">
@@ -78,11 +80,12 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.fixture(params=WIDTHS)
+@pytest.fixture
 def page(request: pytest.FixtureRequest, browser: Any) -> Iterator[Any]:
-    """Yield a page that must log no errors to the console and must not send requests to other servers."""
+    """Yield a page that must log no errors to the console and must not send requests to other servers. By default it
+    has the width of a desktop."""
     wrong: list[str] = []
-    page = browser.new_page(viewport={"width": request.param, "height": 844})
+    page = browser.new_page(viewport={"width": getattr(request, "param", DESKTOP), "height": 844})
     page.set_default_timeout(PROMPTLY * 1000)
     page.on("console", lambda message: wrong.extend([message.text] * ("Failed to load" not in message.text)))
     page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -127,6 +130,7 @@ def running(groups: Callable[[int], WorkerGroup]) -> Iterator[Running]:
         yield server
 
 
+@on_both
 def test_message_is_answered_with_ranks_and_plan_shown(running, page):
     page.goto(running.url)
     shows(page, "h1", "tiny")
@@ -177,6 +181,7 @@ def test_history_is_sent_and_survives_a_reload(page):
         )
 
 
+@on_both
 def test_the_page_is_used_by_keyboard_alone(page):
     model = ScriptedModel(TOKENIZER, "It says so.", holds=True)
     with serving(model, TOKENIZER) as running:
@@ -205,6 +210,7 @@ def test_the_page_is_used_by_keyboard_alone(page):
         }  # fmt: skip
 
 
+@on_both
 def test_answer_streams_and_escape_stops_it(page):
     model = ScriptedModel(TOKENIZER, "It says so. " * 20, holds=True)
     with serving(model, TOKENIZER) as running:
@@ -361,7 +367,7 @@ def test_curl_line_and_documents_link_are_right(page):
         shows(page, "tr", "frequency_penalty")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("page", "scheme"), [(DESKTOP, "light"), (PHONE, "dark")], indirect=["page"])
 def test_page_is_accessible(running, page, scheme):
     axe = pytest.importorskip("axe_core_python.sync_playwright").Axe()
     page.emulate_media(color_scheme=scheme)

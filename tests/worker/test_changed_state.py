@@ -36,8 +36,14 @@ pytestmark = pytest.mark.promise("state")
 IDS = torch.tensor([[1, 5, 9, 33]])
 KEPT = (
     "steps", "history", "seen", "last", "plain", "stats", "queue", "total", "count", "ema", "grown", "lazy", "scale",
-    "unseen",
+    "unseen", "halved",
 )  # fmt: skip
+
+
+def halve(tensor: torch.Tensor) -> torch.Tensor:
+    """Change a tensor without a new version, and return the same object."""
+    tensor.data.mul_(0.5)
+    return tensor
 
 
 class Stats:
@@ -54,7 +60,7 @@ class Noting(LlamaForCausalLM):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.steps, self.history, self.seen, self.last = 0, [], {}, None
-        self.plain, self.stats, self.queue = torch.ones(3), Stats(), deque(maxlen=2)
+        self.plain, self.stats, self.queue, self.halved = torch.ones(3), Stats(), deque(maxlen=2), torch.ones(2)
         self.register_buffer("total", torch.zeros(()))
         self.register_buffer("count", torch.zeros(2), persistent=False)
         self.register_buffer("ema", torch.zeros(4))
@@ -76,6 +82,7 @@ class Noting(LlamaForCausalLM):
         self.seen[self.steps] = float(self.total)
         self.last = output.logits[:, -1].clone()
         self.plain.mul_(2)
+        self.halved = halve(self.halved)
         self.stats.calls += 1
         self.stats.log.append(self.steps)
         self.queue.append(self.steps)

@@ -58,8 +58,7 @@ def test_family_on_two_ranks_equals_plain(family: str, place: Place) -> None:
 
 
 @slow
-@pytest.mark.parametrize("ranks", [3, 4])
-@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "gpt2", "gemma3", "t5"])
+@pytest.mark.parametrize(("family", "ranks"), [("llama", 4), ("qwen3-moe", 3), ("gpt2", 4), ("gemma3", 3), ("t5", 4)])
 def test_family_on_more_ranks_equals_plain(family: str, ranks: int, place: Place) -> None:
     equals_plain(family, ranks, place)
 
@@ -72,12 +71,11 @@ def test_eager_steps_equal_the_plain_model(ranks: int, place: Place) -> None:
 
 @slow
 def test_steps_are_captured_on_all_ranks(place: Place, caplog: pytest.LogCaptureFixture) -> None:
-    """A step without a graph would log a warning."""
+    """A step without a graph would log a warning in this process. The ranks may log which kernels they leave out."""
     with caplog.at_level(logging.WARNING, "parallelformers_ng"):
         equals_plain("llama", 2, place, decode="cuda_graphs")
         equals_plain("gpt2", 3, place, decode="cuda_graphs")
-    # The log of rank 0 alone names kernels that are left out, in its own process.
-    assert not caplog.records
+    assert not [record for record in caplog.records if ".rank" not in record.name]
 
 
 @slow
