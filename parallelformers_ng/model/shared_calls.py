@@ -73,12 +73,17 @@ class SharedCalls:
             if streamer is None:
                 return self._wait(model, call, end, None)
 
+            # The prompt comes with the first tokens: if the ranks refuse the call, another loop streams the prompt.
+            unstreamed = [call.prompt]
+
             def put(tokens: list[int]) -> None:
+                while unstreamed:
+                    streamer.put(unstreamed.pop())
                 for token in tokens:
                     streamer.put(torch.tensor([token]))
 
-            streamer.put(call.prompt)
             sequence = self._wait(model, call, end, put)
+            put([])
             streamer.end()
             return sequence
         finally:
