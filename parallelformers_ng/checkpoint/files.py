@@ -77,6 +77,7 @@ class CheckpointFile:
             self._look = _look(self.path)
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
+            raise_if_of_handler(error)
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
         self._close = weakref.finalize(self, os.close, descriptor)
         self._descriptor_path = f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -143,7 +144,7 @@ class SafetensorsFile(CheckpointFile):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
-        try:
+        with reading_errors(f"{self.path} is damaged or incomplete, or has an unknown data type"):
             # Opening the file with safetensors checks that sizes, offsets and the length of the file agree.
             with safetensors.safe_open(self.path, framework="pt"):
                 pass
@@ -157,11 +158,6 @@ class SafetensorsFile(CheckpointFile):
             self.metadata = header.pop("__metadata__", {})
             self.entries = {key: (tuple(entry["shape"]), _DTYPES[entry["dtype"]]) for key, entry in header.items()}
             self._offsets = {key: entry["data_offsets"][0] + 8 + length for key, entry in header.items()}
-        except (safetensors.SafetensorError, OSError, ValueError, TypeError) as error:
-            raise_if_of_handler(error)
-            raise CheckpointError(f"{self.path} is damaged or incomplete: {error}") from error
-        except KeyError as error:
-            raise CheckpointError(f"{self.path} is damaged, or has an unknown data type: {error}") from error
 
     def tensor(self, key: str) -> torch.Tensor:
         (shape, dtype), offset = self.entries[key], self._offsets[key]

@@ -8,8 +8,8 @@ import functools
 import random
 import sys
 import types
-from pathlib import Path
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
