@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from importlib.machinery import PathFinder
 from typing import Any
 
 CORE = frozenset({"parallelformers_ng", "torch", "transformers"})
@@ -29,7 +30,10 @@ def is_library(module: str) -> bool:
     package = module.partition(".")[0]
     if package in CORE or package in sys.stdlib_module_names:
         return True
-    loaded = sys.modules.get(module) or sys.modules.get(package)
+    loaded: Any = sys.modules.get(module) or sys.modules.get(package)
+    if loaded is None and package:  # a rank gets classes of packages that only the caller has imported
+        found = PathFinder.find_spec(package)
+        loaded = found and types.SimpleNamespace(__file__=found.origin, __path__=found.submodule_search_locations or ())
     # The file of an editable install is not in site-packages. A namespace package has no `__file__`, only `__path__`.
     file = getattr(loaded, "__file__", None) or next(iter(getattr(loaded, "__path__", ())), "")
     is_installed = "/site-packages/" in file or "/dist-packages/" in file

@@ -35,6 +35,10 @@ class Batch:
     """The calls that one group decodes together. Any thread may call `add` and `look`; other methods are for the
     group's thread.
 
+    Args:
+        has_answered: False for a group that was restarted and has answered no call: until the first call has ended, no
+            step is recorded, because the callers have waited for the restart already.
+
     Attributes:
         steps: mode of the decode steps; None after the ranks have failed to record a step as a CUDA graph.
         room: most tokens in the caches of all rows, padding included. Without a limit of the caller, it is infinite
@@ -42,8 +46,15 @@ class Batch:
         is_due: lock that is held while a round is queued but has not begun.
     """
 
-    def __init__(self, options: BatchingOptions, trial: Trial, group: WorkerGroup, steps: StaticSteps | None) -> None:
-        self.group = group
+    def __init__(
+        self,
+        options: BatchingOptions,
+        trial: Trial,
+        group: WorkerGroup,
+        steps: StaticSteps | None,
+        has_answered: bool = True,
+    ) -> None:
+        self.group, self._has_answered = group, has_answered
         self.room = options.cache_tokens or math.inf
         self._options, self._trial, self.steps = options, trial, steps
         self._numbers, self._batches = itertools.count(), itertools.count()
@@ -113,7 +124,8 @@ class Batch:
         limits = (self._budget.chunk, self._budget.widest, self._options.prefix_tokens)
         limits = limits if self._trial.in_chunks else (0, 0, 0)
         calls = {number: (*ticket.parcel, ticket.call.seed) for number, ticket in joins.items()}
-        positions = min((ticket.positions for ticket in self._running.values()), default=0) if self.steps else 0
+        may_record = self.steps is not None and self._has_answered
+        positions = min((ticket.positions for ticket in self._running.values()), default=0) if may_record else 0
         if positions and self.room is not math.inf:
             positions = max(positions, int(self.room))  # without a CUDA graph, a step copies the whole cache
         rows, updates, now = self._options.rows, dict[int, tuple[bytes, int]](), time.monotonic()
@@ -158,6 +170,7 @@ class Batch:
                     self._running[number].end((rank, why))
         for number in (*outputs[0].ended, *outputs[0].failed):
             self._running.pop(number).end()
+            self._has_answered = True
         for ticket in self._running.values():
             ticket.given_up = ticket.given_up or ticket.ended
         self._measure(outputs)

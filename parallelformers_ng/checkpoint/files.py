@@ -73,6 +73,7 @@ class CheckpointFile:
             self._look = _look(self.path)
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
+            raise_if_of_handler(error)
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
         self._close = weakref.finalize(self, os.close, descriptor)
         self._descriptor_path = f"/proc/{os.getpid()}/fd/{descriptor}"

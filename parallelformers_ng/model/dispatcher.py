@@ -114,7 +114,7 @@ class Dispatcher:
                 streams=options.streamer is not None,
                 has_caches=bool(caches),
                 followed=state.followed(live) if state is not None and state.parts else None,
-                captured=options.not_captured is not None,
+                captured=options.not_captured is not None and incarnation == replica.answered,
                 hooks=None if hooks is None else hooks.packed,
                 adapters=None if self.adapters is None else self.adapters.active(),
                 confirmed=known.prepare(group) if known.is_changed else 0,
@@ -141,6 +141,7 @@ class Dispatcher:
                     "run", [(call,)], deadline=end, on_event=listener, to_devices=True, watch=watch
                 )
                 answer: Answer = values[0]
+                replica.answered = incarnation
                 arrived()
                 if answer.changes is not None or any(values[1:]):
                     self.deployment.state.take(self.edits, group, [answer.changes, *values[1:]], failed=False)

@@ -73,12 +73,17 @@ class SharedCalls:
             if streamer is None:
                 return self._wait(model, call, end, None)
 
+            # The prompt comes with the first tokens: if the ranks refuse the call, another loop streams the prompt.
+            unstreamed = [call.prompt]
+
             def put(tokens: list[int]) -> None:
+                while unstreamed:
+                    streamer.put(unstreamed.pop())
                 for token in tokens:
                     streamer.put(torch.tensor([token]))
 
-            streamer.put(call.prompt)
             sequence = self._wait(model, call, end, put)
+            put([])
             streamer.end()
             return sequence
         finally:
@@ -97,7 +102,7 @@ class SharedCalls:
     ) -> torch.Tensor:
         """Add a call to the batch and return its sequence; if the workers are restarted meanwhile, try again."""
         while True:
-            group, *_ = self._replica.ready(end)
+            group, incarnation, _ = self._replica.ready(end)
             if not group.alive:  # the group has ended for good, because `ready` has started no new group
                 raise group.error()
             followed = call.objects.followed(call.objects.has_own_code) if call.objects.parts else None
@@ -106,7 +111,8 @@ class SharedCalls:
             ticket = Ticket(call, parcel(message), self._positions(model), arrived, on_tokens)
             with self._lock:
                 if self.batch.group is not group:
-                    self.batch = Batch(self._options, self.trial, group, self.batch.steps)
+                    has_answered = incarnation == self._replica.answered
+                    self.batch = Batch(self._options, self.trial, group, self.batch.steps, has_answered)
                 batch = self.batch
             try:
                 batch.add(ticket, self._coming)
@@ -116,6 +122,7 @@ class SharedCalls:
                 if not ticket.ended:  # wake the batch, which removes the row of this call
                     batch.look()
             if sequence is not None:
+                self._replica.answered = incarnation
                 return sequence
 
     def _check(self, prompt: int, tokens: int) -> None:

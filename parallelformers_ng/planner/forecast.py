@@ -17,6 +17,7 @@ from parallelformers_ng.errors import ParallelError, PlacementError, Unsupported
 from parallelformers_ng.model.kinds import check_model
 from parallelformers_ng.options import FitOptions, QuantizeOptions, read_quantize
 from parallelformers_ng.planner.devices import LINKS, Device, device_named
+from parallelformers_ng.planner.measured import measured_step
 from parallelformers_ng.planner.observation import Observation, Work, observe
 from parallelformers_ng.sharding.casting import target_dtype
 from parallelformers_ng.sharding.pipeline import in_stages
@@ -175,6 +176,8 @@ def forecast(
         return make_plan(model, ranks, custom_policies, target, FitOptions(), quantize)
 
     chosen, impossible, observations = device_named(device), list[str](), dict[int, Observation]()
+    name = str(target or model.dtype).removeprefix("torch.")
+    measurements = list[str]()
     arrangements = list[Arrangement]()
     for tensor in sorted(n for n in {*_WIDTHS, num_gpus} if n <= max(_WIDTHS) and num_gpus % n == 0):
         try:
@@ -185,7 +188,12 @@ def forecast(
             impossible.append(f"{tensor} ranks per layer are impossible: {error}")
             continue
         stages, memory = _laid_out(model, shard_plan, observations[tensor], num_gpus // tensor, chosen.usable)
-        speed = None if stages > 1 else batch / step_seconds(chosen, observations[tensor].step, tensor)
+        speed = None
+        if stages == 1:
+            known = measured_step(device, tensor, name if bits is None else bits.scheme, batch)
+            scale = 1.0 if known is None else known.computed / known.measured
+            speed = batch / step_seconds(chosen, observations[tensor].step, tensor, scale)
+            measurements += [] if known is None else [str(known)]
         arrangements.append(Arrangement(tensor, stages, memory, speed))
     if not arrangements:
         raise UnsupportedModelError("; ".join(impossible))
@@ -216,7 +224,10 @@ def forecast(
         if len(notes) == 1:
             notes.append("- on devices with more memory.")
         notes[-1] = notes[-1].rstrip(";.") + "."
-    name = str(target or model.dtype).removeprefix("torch.")
+    of_speed = "The speeds are computed: this library was not measured on such a device."
+    if measurements:
+        of_speed = f"Scaled by measurements: {'; '.join(measurements)}. Other speeds, and all sums, are computed."
+    notes.append(of_speed)
     return Forecast(type(model).__name__, device, num_gpus, batch, length, name, arrangements, [*notes, *impossible])
 
 
@@ -250,14 +261,15 @@ def _memory(model: nn.Module, plan: ShardPlan, observation: Observation, stages:
     return Memory(*fullest, observation.peak, room)
 
 
-def step_seconds(device: Device, works: Sequence[Work], ranks: int) -> float:
+def step_seconds(device: Device, works: Sequence[Work], ranks: int, scale: float = 1.0) -> float:
     """Return the seconds of a compiled decode step on one rank.
 
     The operators between two matrix products count as one kernel, which moves the bytes of the largest operator. A
     kernel takes 3 µs, plus the time to move its bytes at 0.8 of the device's bandwidth. docs/planning.md says how the
     two figures were fitted to measurements.
 
-    The result includes 50 µs for the choice of a token and the loop of `generate`.
+    The result includes 50 µs for the choice of a token and the loop of `generate`. All but the sums between ranks is
+    multiplied by `scale`.
     """
     kernels, exchanged, open_ = list[float](), 0.0, False
     for work in works:
@@ -269,4 +281,4 @@ def step_seconds(device: Device, works: Sequence[Work], ranks: int) -> float:
             kernels.append(work.moved)
         open_ = work.fuses
     busy = sum(kernels) / (device.bandwidth * _READ_SHARE) + len(kernels) * _OPERATOR_SECONDS
-    return busy + (exchanged if ranks > 1 else 0.0) + _STEP_SECONDS
+    return scale * (busy + _STEP_SECONDS) + (exchanged if ranks > 1 else 0.0)

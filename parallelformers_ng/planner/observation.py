@@ -28,6 +28,7 @@ from parallelformers_ng.sharding.cache_names import CACHES
 from parallelformers_ng.sharding.experts import has_experts_interface
 from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.quantized import QuantizedLinear
 from parallelformers_ng.sharding.stages import units
 
 _aten = torch.ops.aten
@@ -66,6 +67,7 @@ def observe(model: PreTrainedModel, plan: ShardPlan, rank: int, batch: int, leng
     counted = _on_meta(model)
     _count_experts(counted, recorder)
     shard = cut(counted, plan, rank, _Peers(rank, plan.world_size, recorder))
+    _count_quantized(shard, recorder)
     known = dict(shard.named_modules())
     for path in units(model):
         if path in known:  # `units` also returns paths of single parameters, which cannot have hooks
@@ -228,6 +230,23 @@ def _count_experts(model: nn.Module, recorder: _Recorder) -> None:
         if has_experts_interface(module):
             cls: type = type(module)
             module.__class__ = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+
+
+def _count_quantized(shard: nn.Module, recorder: _Recorder) -> None:
+    """Replace products with quantized weights by recorders of one read of the stored numbers, because the Triton
+    kernels read them once."""
+
+    class Counted(QuantizedLinear):
+        def forward(self, input: Tensor) -> Tensor:
+            parts = [part for part in self._parameters.values() if part is not None]
+            output = input.new_empty((*input.shape[:-1], len(parts[0])))
+            recorder.work.append(Work(sum(map(_bytes, (*parts, input, output)))))
+            return output
+
+    for module in shard.modules():
+        if isinstance(module, QuantizedLinear):
+            bases = [Counted if base is QuantizedLinear else base for base in type(module).__bases__]
+            module.__class__ = Counted if type(module) is QuantizedLinear else type("Counted", (*bases,), {})
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 import tokenizers
 import torch
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
 from transformers.cache_utils import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
@@ -135,25 +135,53 @@ def test_cache_positions_are_those_of_the_rows(monkeypatch):
     assert [proof.why_alone(model, in_chunks) for in_chunks in (True, False)] == ["", ""]
 
 
+class Pieces(BaseStreamer):
+    def __init__(self) -> None:
+        self.pieces: list[Any] = []
+        self.threads: set[int] = set()
+
+    def put(self, value: torch.Tensor) -> None:
+        self.threads.add(threading.get_ident())
+        self.pieces.append(value)
+
+    def end(self) -> None:
+        self.pieces.append(None)
+
+
 def test_streamer_is_called_in_its_callers_thread(groups):
-    class Pieces(BaseStreamer):
-        def __init__(self) -> None:
-            self.pieces: list[Any] = []
-            self.threads: set[int] = set()
-
-        def put(self, value: torch.Tensor) -> None:
-            self.threads.add(threading.get_ident())
-            self.pieces.append(value)
-
-        def end(self) -> None:
-            self.pieces.append(None)
-
     local, remote, prompt = Pieces(), Pieces(), torch.tensor([[5, 6, 7]])
     gpt2().generate(prompt, streamer=local, max_new_tokens=7, do_sample=False)
     with parallelize(gpt2(), workers=groups(2), batching=True) as model:
         model.generate(prompt, streamer=remote, max_new_tokens=7, do_sample=False)
     assert remote.threads == {threading.get_ident()}
     assert remote.pieces.pop() is local.pieces.pop() is None
+    assert all(map(torch.equal, remote.pieces, local.pieces))
+
+
+class OtherAfterPickling(StoppingCriteria):
+    """Criterion whose copy on a rank has fewer objects than the caller's, so that the ranks refuse it."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"lengths": None}
+
+    def __call__(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.lengths.append(ids.shape[1])
+        return torch.tensor([False])
+
+
+def test_streamer_gets_the_prompt_once_if_ranks_refuse_the_call(groups, caplog):
+    prompt = torch.tensor([[5, 6, 7]])
+    local, remote = Pieces(), Pieces()
+    gpt2().generate(prompt, streamer=local, max_new_tokens=4, do_sample=False)
+    with parallelize(gpt2(), workers=groups(2), batching=True) as model:
+        criteria = [OtherAfterPickling()]
+        model.generate(prompt, streamer=remote, max_new_tokens=4, do_sample=False, stopping_criteria=criteria)
+    assert "other parts after pickling" in caplog.text
+    assert remote.pieces.pop() is local.pieces.pop() is None
+    assert len(remote.pieces) == len(local.pieces)
     assert all(map(torch.equal, remote.pieces, local.pieces))
 
 

@@ -49,6 +49,17 @@ def test_a_run_goes_on_after_the_last_one(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert ran == ["bert", "gpt2"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["BigBird", "BigBirdPegasusEncoder"])
+def test_policies_with_tensors_of_arrays(policy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Their models make a tensor on the device from an array of numpy."""
+    believe(monkeypatch)
+    results = tmp_path / "gpu.json"
+    monkeypatch.setattr(sys, "argv", ["gpu_policies", policy, "--json", str(results)])
+    gpu_policies.main()
+    assert json.loads(results.read_text())[gpu_policies.HEADING] == {policy: gpu_policies.EQUAL}
+
+
 def test_wrong_output_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     believe(monkeypatch)
     monkeypatch.setattr(gpu_policies, "difference", lambda got, want: 0.5)

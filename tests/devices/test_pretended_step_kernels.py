@@ -30,7 +30,7 @@ def interpreters(ranks: int) -> Iterator[WorkerGroup]:
     target = "tests.pretend_cuda.interpreting:InterpretingRunner"
     with pytest.MonkeyPatch.context() as patch:
         believe(patch)
-        group = WorkerGroup(ranks, "cuda", target=target, imports=IMPORTS, timeout=60)
+        group = WorkerGroup(ranks, "cuda", target=target, imports=IMPORTS, timeout=300)  # the interpreter is slow
         yield group
         group.close()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.patience import PROMPTLY, workers_of
+from tests.helpers.patience import PROMPTLY, RESTART_SECONDS, workers_of
 from tests.helpers.terminal import Terminal
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def run(arguments: list[str], text: str | None = None, timeout: float = 200) -> 
 
 
 def await_workers(parent: int, count: int) -> None:
-    end = time.monotonic() + PROMPTLY
+    end = time.monotonic() + RESTART_SECONDS  # a start imports torch and transformers
     while len(workers := workers_of(parent)) != count:
         assert time.monotonic() < end, workers
         time.sleep(0.02)

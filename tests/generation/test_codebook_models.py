@@ -102,12 +102,35 @@ def bark() -> PreTrainedModel:
     return model
 
 
+def higgs_audio() -> PreTrainedModel:
+    sizes = {**SMALL, "head_dim": 8, "num_key_value_heads": 5, "intermediate_size": 74, "vocab_size": 50}
+    config = tf.HiggsAudioV2Config(
+        **sizes, num_codebooks=3, codebook_size=40, audio_token_id=40, audio_bos_token_id=41, audio_delay_token_id=42,
+        audio_stream_bos_id=38, audio_stream_eos_id=39, pad_token_id=43, eos_token_id=44, bos_token_id=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+    return tf.HiggsAudioV2ForConditionalGeneration(config)
+
+
+def speech_to_text() -> PreTrainedModel:
+    """A model that reads the four codes of each frame beside its last token."""
+    sizes = {**SMALL, "head_dim": 8, "num_key_value_heads": 5, "ffn_dim": 74, "vocab_size": 50}
+    config = tf.KyutaiSpeechToTextConfig(
+        **sizes, codebook_vocab_size=65, num_codebooks=4, audio_bos_token_id=64, audio_pad_token_id=310, pad_token_id=3,
+        bos_token_id=48, eos_token_id=None, codec_config=MIMI, max_position_embeddings=64, sliding_window=16,
+    )  # fmt: skip
+    return tf.KyutaiSpeechToTextForConditionalGeneration(config)
+
+
 MODELS = {
     "csm": csm, "dia": dia, "musicgen": musicgen, "musicgen_melody": musicgen_melody, "moshi": moshi, "bark": bark,
+    "kyutai_speech_to_text": speech_to_text,
 }  # fmt: skip
+if hasattr(tf, "HiggsAudioV2Config"):  # transformers 5.17 may lack it
+    MODELS["higgs_audio_v2"] = higgs_audio
 
 
-SLOW = ("csm", "moshi", "bark")
+SLOW = ("csm", "moshi", "bark", "kyutai_speech_to_text", "higgs_audio_v2")
 """Names of models whose parallelization proves the policies of several parts."""
 
 
@@ -118,6 +141,11 @@ def test_codes_of_generate(name: str, ranks: int, groups: Callable[[int], Worker
     model = MODELS[name]().eval()
     options: dict[str, Any] = {} if name == "bark" else {"max_new_tokens": 6}  # Bark's stages have limits of their own
     ids = torch.randint(3, 36, (2, 6))
+    prompt = [ids]
+    if name == "kyutai_speech_to_text":
+        prompt, options = [], {"input_values": torch.randn(2, 1, 64)}  # the tokens follow the frames of the sound
+    if name == "higgs_audio_v2":
+        ids[:, -1] = 41  # the sound begins
     if name == "moshi":
         codes = {speaker: torch.randint(0, 60, (2, 4, 6)) for speaker in ("user_audio_codes", "moshi_audio_codes")}
         options |= {**codes, "return_audio_codes": True}
@@ -127,7 +155,7 @@ def test_codes_of_generate(name: str, ranks: int, groups: Callable[[int], Worker
 
     def codes_of(way: dict[str, Any]) -> list[torch.Tensor]:
         torch.manual_seed(7)
-        output = model.generate(ids, **way, **options)
+        output = model.generate(*prompt, **way, **options)
         return [output] if isinstance(output, torch.Tensor) else [*output.values()]  # codes, text, sound
 
     wanted = [codes_of(way) for way in ways]

@@ -9,6 +9,7 @@ import random
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -96,3 +97,16 @@ def test_libraries_are_in_site_packages_and_not_editable(monkeypatch: pytest.Mon
     assert not is_library("my_packages")
     assert all(map(is_library, ("json", "numpy.random", "torch.nn", "transformers", "parallelformers_ng.api")))
     assert not any(map(is_library, ("__main__", __name__, "")))
+
+
+def test_library_that_is_not_imported_is_a_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A rank gets classes of libraries that only the caller has imported, by value."""
+    for folder, package in (("venv/site-packages", "some_library"), ("src", "some_program")):
+        (tmp_path / folder / package).mkdir(parents=True)
+        (tmp_path / folder / package / "__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    (tmp_path / "venv/site-packages/spaces").mkdir()
+    assert is_library("some_library.part")
+    assert is_library("spaces.part")
+    assert not is_library("some_program")
+    assert not is_library("nowhere_at_all")

@@ -6,8 +6,10 @@ import asyncio
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
-from transformers import AutoformerConfig, AutoformerForPrediction, GPT2Config, GPT2LMHeadModel
+import transformers
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from parallelformers_ng import parallelize
 
@@ -47,20 +49,34 @@ async def _await(model: Any, inputs: dict[str, Any]) -> Any:
     return await model.agenerate(**inputs)
 
 
-def test_agenerate_of_a_class_that_takes_no_streamer(groups) -> None:
+def _series() -> dict[str, torch.Tensor]:
+    past = {"past_values": torch.randn(1, 10), "past_time_features": torch.randn(1, 10, 1)}
+    return {**past, "past_observed_mask": torch.ones(1, 10), "future_time_features": torch.randn(1, 4, 1)}
+
+
+SERIES = {
+    "prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2], "num_time_features": 1, "d_model": 16,
+    "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_parallel_samples": 2,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+}  # fmt: skip
+PATCHES = {"num_input_channels": 2, "context_length": 16, "patch_length": 4, "patch_stride": 4, "prediction_length": 4}
+PREDICTORS: dict[str, dict[str, Any]] = {
+    "Autoformer": {**SERIES, "label_length": 4, "moving_average": 3},
+    "Informer": SERIES,
+    "TimeSeriesTransformer": SERIES,
+    "PatchTST": {**PATCHES, "d_model": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 16},
+    "PatchTSMixer": {**PATCHES, "d_model": 8, "num_layers": 1, "loss": "nll"},
+}
+
+
+@pytest.mark.parametrize("name", ["Autoformer", *(pytest.param(e, marks=pytest.mark.slow) for e in [*PREDICTORS][1:])])
+def test_agenerate_of_a_class_that_takes_no_streamer(name: str, groups) -> None:
     torch.manual_seed(0)
-    config = AutoformerConfig(
-        prediction_length=4, context_length=8, lags_sequence=[1, 2], num_time_features=1, d_model=16,
-        encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16, num_parallel_samples=2,
-        encoder_attention_heads=2, decoder_attention_heads=2, label_length=4, moving_average=3,
-    )  # fmt: skip
-    model = parallelize(AutoformerForPrediction(config).eval(), workers=groups(2))
+    config = getattr(transformers, f"{name}Config")(**PREDICTORS[name])
+    made = getattr(transformers, f"{name}ForPrediction")(config).eval()
+    model = parallelize(made, workers=groups(2))
     try:
-        past = torch.randn(1, 10)
-        inputs = {
-            "past_values": past, "past_time_features": torch.randn(1, 10, 1), "past_observed_mask": torch.ones(1, 10),
-            "future_time_features": torch.randn(1, 4, 1),
-        }  # fmt: skip
+        inputs = {"past_values": torch.randn(1, 16, 2)} if name.startswith("Patch") else _series()
         torch.manual_seed(1)
         wanted = model.generate(**inputs).sequences
         torch.manual_seed(1)

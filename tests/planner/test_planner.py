@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -26,8 +27,11 @@ from transformers import (
 
 from parallelformers_ng import ParallelError, UnsupportedModelError, forecast, plan
 from parallelformers_ng.cli import commands as cli
+from parallelformers_ng.planner import measured
 from parallelformers_ng.planner.devices import DEVICES, Device
 from parallelformers_ng.planner.forecast import Arrangement, Forecast
+from parallelformers_ng.planner.measured import MEASURED as measured_steps
+from parallelformers_ng.planner.measured import MeasuredStep
 from parallelformers_ng.planner.observation import Observation, observe, tensors_in
 
 SMALL = {
@@ -70,6 +74,57 @@ def test_decoding_is_as_fast_as_gpt_fast_measured(name: str) -> None:
     prediction = forecast(model, device="a100", num_gpus=8, length=205)
     speeds = {each.tensor: each.tokens_per_second for each in prediction.arrangements if each.pipeline == 1}
     assert {count: speeds[count] for count in figures} == pytest.approx(figures, rel=0.1)
+
+
+@pytest.mark.slow
+def test_table_of_measured_steps_has_the_planners_own_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the measured figures would scale a forecast that the planner no longer makes."""
+    monkeypatch.setattr(measured, "MEASURED", [])
+    model = on_meta(LlamaConfig(**LLAMA_3_8B))
+    for step in measured_steps:
+        quantize = None if step.weights == "bfloat16" else step.weights
+        told = forecast(model, device=step.device, num_gpus=1, batch=step.rows, length=576, quantize=quantize)
+        speed = told.arrangements[0].tokens_per_second
+        assert speed is not None
+        assert speed / step.rows == pytest.approx(step.computed, rel=0.01), step
+
+
+def test_measured_steps_scale_the_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measurement counts for the same card, number of ranks and weights, and for as many rows or more."""
+    model = on_meta(LlamaConfig(**SMALL))
+
+    def told(batch: int) -> Forecast:
+        return forecast(model, device="a100", num_gpus=2, batch=batch, length=16)
+
+    def speeds(prediction: Forecast) -> dict[int, float | None]:
+        return {each.tensor: each.tokens_per_second for each in prediction.arrangements if each.pipeline == 1}
+
+    computed = told(4)
+    assert computed.notes[-1] == "The speeds are computed: this library was not measured on such a device."
+    step = MeasuredStep("a100", 1, "bfloat16", 4, measured=300.0, computed=200.0)
+    others = [dataclasses.replace(step, **changed, measured=1.0) for changed in ({"rows": 5}, {"weights": "int8"})]
+    monkeypatch.setattr(measured, "MEASURED", [step, *others, dataclasses.replace(step, rows=1, measured=1.0)])
+    scaled = told(4)
+    monkeypatch.setattr(measured, "MEASURED", [dataclasses.replace(step, device="h100")])
+    elsewhere = told(4)
+    assert speeds(elsewhere) == speeds(computed)
+    assert speeds(scaled)[2] == speeds(computed)[2]
+    assert speeds(scaled)[1] == pytest.approx(1.5 * (speeds(computed)[1] or 0))
+    assert scaled.notes[-1] == (
+        "Scaled by measurements: one rank of 1, 8B shape, bfloat16, 4 rows: 300 steps/s, computed 200."
+        " Other speeds, and all sums, are computed."
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_read_quantized_weights_once(ranks: int) -> None:
+    """A byte less for each weight of the layers; the scales of the outputs are read in addition."""
+    model = on_meta(LlamaConfig(**SMALL))
+    plain, small = (observe(model, plan(model, ranks, quantize=scheme), 0, 1, 16).step for scheme in (None, "int8"))
+    layers = sum(weight.numel() for weight in model.model.layers.parameters() if weight.ndim == 2) / ranks
+    read, read_less = (sum(work.moved for work in step if not work.fuses) for step in (plain, small))
+    scales = 2 * sum(len(weight) for weight in model.model.layers.parameters() if weight.ndim == 2)
+    assert layers - 2 * scales <= read - read_less <= layers
 
 
 def test_weights_and_caches_equal_those_of_llama2() -> None:

@@ -145,6 +145,9 @@ class DeviceMode(TorchDispatchMode):
         on_device = [tensor for tensor in tensors if type(tensor) is DeviceTensor]
         device = self._indexed(kwargs.get("device"))
         if not on_device and (device is None or device.type != "cuda"):
+            if func is aten.to.device and torch.device(args[1]).type == "cuda":  # `torch.tensor(array, device="cuda")`
+                with self:
+                    return func.decompose(*args, **kwargs)
             return self._on_host(func, args, kwargs)
         known = operator(func)
         if known.is_composite:

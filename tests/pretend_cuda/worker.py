@@ -155,6 +155,11 @@ class PretendedRunner(ModelRunner):
         ReusableLayer.lazy_initialization = _lazy_initialization if has_room else _no_room
         return counts
 
+    def has_trial(self) -> bool:
+        """Return whether this rank has tried the kernels of decode steps."""
+        trial = self.rank_state.trial
+        return trial is not None and trial.mode is not None
+
     def static_caches(self) -> int:
         """Return the number of caches kept for recordings."""
         return len(self.rank_state.steps["call"]._caches) if "call" in self.rank_state.steps else 0

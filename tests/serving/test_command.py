@@ -143,6 +143,7 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path, capsys):
     assert "x.gguf" in capsys.readouterr().err
 
 
+_GPUS = [*Path("/dev").glob("nvidia*"), *Path("/dev").glob("kfd")]
 _WRONG = [
     ("no/such/model", "the folder no/such/model does not exist"),
     ("~nobody-here/x", "the folder ~nobody-here/x does not exist: ~nobody-here is no home directory"),
@@ -181,6 +182,7 @@ _WRONG = [
     ("{model} --lora-modules sql={empty}", "--lora-modules: the folder {empty} is of another kind"),
     ("{model} --lora-modules sql=org/sql", "needs peft, which is not installed: pip install '.[serve,lora]'"),
     ("{model} --device tpu", "--device is 'tpu'"),
+    *([] if _GPUS else [("{model} --device cuda", "but the machine has no GPU; use --device cpu to run on")]),
     ("{model} --launcher slurm", "--launcher is 'slurm'"),
     ("{model} --ray-address auto", "--ray-address is 'auto', which needs launcher 'ray'"),
     ("{model} --autoscaling three", "--autoscaling has 'three'; write NAME=NUMBER"),

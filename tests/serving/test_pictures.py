@@ -209,7 +209,14 @@ def bomb(width: int, height: int) -> str:
     ],
 )  # fmt: skip
 def test_invalid_pictures_are_refused(running, parts, message):
-    assert message in ask(running, [*parts, words("What?")], status=400)
+    said = ask(running, [*parts, words("What?")], status=400)
+    assert message in said
+    assert "object at" not in said
+
+
+def test_address_alone_is_a_picture(running, whole):
+    want = whole(user({"type": "image", "image": picture()}, words("What?")))
+    assert ask(running, [{"type": "image_url", "image_url": data_url(picture())}, words("What?")]) == want
 
 
 def test_picture_size_is_checked_before_decoding(running, monkeypatch):
