@@ -45,7 +45,7 @@ def why_unserved(backend: str, device_type: str, device_ids: Sequence[int] | Non
             f"torch {torch.__version__} was built without NCCL; pass backend='shared_memory', or install another torch"
         )
     ids = list(device_ids or ())
-    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # NCCL 2.30 and later read it
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # NCCL 2.30 and later read this variable
     if backend == "nccl" and len(set(ids)) < len(ids) and not may_share:
         return (
             f"device_ids {ids} name a device twice, but NCCL needs one device for each rank; pass"

@@ -37,10 +37,7 @@ def _directories(controller: str) -> Iterator[Path]:
             continue
         base = _ROOT / controllers if controllers else _ROOT
         directory = base / path.lstrip("/")
-        yield directory
-        while directory != base and base in directory.parents:
-            directory = directory.parent
-            yield directory
+        yield from (each for each in (directory, *directory.parents) if each.is_relative_to(base))
 
 
 def own_groups() -> list[tuple[str, str]]:

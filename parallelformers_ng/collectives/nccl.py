@@ -80,7 +80,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
         self._may_try_small = True  # False after a failed trial, so that a reset does not repeat the trial
         self._closed = threading.Event()
         self._entering = threading.Lock()  # held while a collective is queued, so that no abort begins then
-        self._ending = threading.Lock()  # held while a process group is aborted
+        self._ending = threading.Lock()  # held while a process group is aborted, so that it is aborted once
         self._ended: Any = None  # the process group that was aborted last, because a group must be aborted only once
         self._trace = 0  # hash of this request's collectives, which all ranks compare after an error
         os.environ.update(nccl_defaults(os.environ))

@@ -105,9 +105,8 @@ def _packed(value: Any, device: torch.device) -> Tensor:
     data[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
     data = data.to(device)
     for place, tensor in tensors:
-        if tensor.numel():
-            start = begin + place
-            data[start : start + tensor.nbytes].view(tensor.dtype).copy_(tensor.detach().reshape(-1))
+        part = data[begin + place : begin + place + tensor.nbytes]
+        part.view(tensor.dtype).copy_(tensor.detach().reshape(-1))
     return data
 
 

@@ -63,9 +63,7 @@ class SmallSums:
         self._rank = rank
         self._device = device
         self._is_aborted = is_aborted
-        self._name = cast(
-            Any, f"parallelformers_ng small sums {next(_numbers)}"
-        )  # the stub of some versions of torch wants a `GroupName`
+        self._name = cast(Any, f"parallelformers_ng small sums {next(_numbers)}")  # some stubs want a `GroupName`
         self._deadline = math.inf
         self._has_released = False
         self._lock = threading.Lock()
@@ -88,9 +86,8 @@ class SmallSums:
         # Rank r sets element (block, r) of another rank's signals to 1, and the other rank sets it to 0 after its wait.
         self._awaited = [signals[rank][:, other] for other in others]
         self._untaken = [signals[other][:, rank] for other in others]
-        self._stream = torch.cuda.Stream(
-            device, priority=-1
-        )  # a high priority, as waiting kernels may block other streams
+        # A stream of high priority runs while kernels that wait block other streams.
+        self._stream = torch.cuda.Stream(device, priority=-1)
         # CUDA loads a kernel at its first launch, which may wait for running kernels. So `fill_` is launched once now.
         torch.zeros(shape, dtype=torch.int32, device=device)[:, 0].fill_(1)
         self._thread = threading.Thread(target=self._watch, name="small-sums-watch", daemon=True)
@@ -132,9 +129,7 @@ class SmallSums:
         self.limit(TRIAL_SECONDS)
         for own, _ in pairs:
             self.sum(own)
-        are_equal = [
-            torch.equal(own, total) for own, total in pairs
-        ]  # `torch.equal` waits for the device, so the sums have ended
+        are_equal = [torch.equal(own, total) for own, total in pairs]  # `torch.equal` waits for the device
         with self._lock:
             self._deadline = math.inf
             if self._has_released:

@@ -80,7 +80,7 @@ class CapturedSteps:
             return self._step(reusable, forward, args, kwargs)
 
         model._prepare_static_cache, model.forward = prepare_reusable, forward_captured
-        self.reason = "no static cache was made for this model"  # true unless `prepare_reusable` runs
+        self.reason = "no static cache was made for this model"  # `prepare_reusable` removes this reason
         try:
             yield
         finally:

@@ -90,8 +90,7 @@ class KernelTrial:
     def _differ(self, step: Callable[[], Any]) -> str:
         with self._kernels.computing("both"):
             self._recorder.warm_up(step)
-        difference: str = self._kernels.difference()
-        return difference
+        return str(self._kernels.difference())
 
     def _slower(self, saved: Sequence[tuple[Tensor, Tensor]], counts: Sequence[Tensor], step: Callable[[], Any]) -> str:
         starts = [copy for tensor, copy in saved if any(tensor is count for count in counts)]

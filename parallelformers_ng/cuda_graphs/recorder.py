@@ -210,7 +210,7 @@ class CaptureCheck(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with self:  # inference mode does not split composite operators, so split them here
+        with self:  # inference mode does not split composite operators into those that the check knows
             output = func.decompose(*args, **kwargs)
         if output is not NotImplemented:
             return output

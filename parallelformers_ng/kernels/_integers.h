@@ -21,18 +21,6 @@
 #include "_tiles.h"
 #include "_vectors.h"
 
-/* Copies `count` rows of x into `[per_byte, count, LANES]` for each STEP bytes of Q; fills the end with zeros. */
-INLINE void lay_out(const float *x, float *laid, size_t count, size_t in, size_t per_byte)
-{
-    for (size_t i = 0; i < rounded_up(in, CHUNK); i += STEP * per_byte)
-        for (size_t at = 0; at < per_byte; at++)
-            for (size_t r = 0; r < count; r++)
-                for (size_t lane = 0; lane < LANES; lane++) {
-                    const size_t from = i + lane * per_byte + at;
-                    *laid++ = from < in ? x[r * in + from] : 0.0f;
-                }
-}
-
 /* Multiplies one row of Q by `rows` rows of x. `rows` and `per_byte` are constants after inlining. Integers of 8 bits are
  * added in groups of CHUNK, without a scale of the group. */
 INLINE void widened_products(const float *laid, const int8_t *q, const void *scales, float *products, size_t in,
@@ -80,10 +68,18 @@ INLINE void widened_rows(const float *laid, const Matrix *m, size_t first, size_
     }
 }
 
+/* Copies x, in groups of up to ROWS rows, into `[per_byte, rows of the group, LANES]` for each STEP bytes of Q; the end of a
+ * row is filled with zeros. */
 static void lay_out_rows(const float *x, const Matrix *m, float *laid, size_t rows, size_t in)
 {
-    for (size_t r = 0; r < rows; r += rows_together(rows - r))
-        lay_out(x + r * in, laid + r * rounded_up(in, CHUNK), rows_together(rows - r), in, per_byte(m));
+    for (size_t first = 0, count; first < rows; first += count, x += count * in) {
+        count = rows_together(rows - first);
+        for (size_t i = 0; i < rounded_up(in, CHUNK); i += STEP * per_byte(m))
+            for (size_t at = 0; at < per_byte(m); at++)
+                for (size_t r = 0; r < count; r++)
+                    for (size_t from = i + at; from < i + LANES * per_byte(m); from += per_byte(m))
+                        *laid++ = from < in ? x[r * in + from] : 0.0f;
+    }
 }
 
 /* Computes the columns from `first` to `end` of y `[rows, out]`. TOGETHER rows of Q are multiplied by the same rows of x

@@ -30,7 +30,8 @@ enum { ROWS = 4, STEP = LANES, CHUNK = 64, TOGETHER = 8, BYTES_AHEAD = 8192 };
 
 typedef int8_t Bytes __attribute__((vector_size(STEP)));
 
-/* Calls an inlined function with its last argument as a constant, 4, 2 or 1, so that its sums stay in registers. */
+/* Calls an inlined function with 4, 2 or 1 as its last argument. The argument is a constant, so that the compiler keeps the
+ * function's sums in registers. For 3, the function computes a fourth result. */
 #define WITH_CONSTANT(COUNT, FUNCTION, ...) \
     ((COUNT) > 2 ? FUNCTION(__VA_ARGS__, 4) : (COUNT) == 2 ? FUNCTION(__VA_ARGS__, 2) : FUNCTION(__VA_ARGS__, 1))
 

@@ -98,7 +98,7 @@ PAIRED INLINE Totals tile_of_pairs(const uint16_t *x, size_t apart, const uint16
     return (Totals){meet(sums, 0), rows > 4 ? meet(sums, 4) : _mm512_setzero_ps()};
 }
 
-/* Returns CALL(rows), with `rows` as a constant, so that the sums of the rows stay in registers. */
+/* Returns CALL(n) for n = ROWS_, with n as a constant, so that the compiler keeps the sums of the rows in registers. */
 #define RETURN_FOR_ROWS(ROWS_, CALL) \
     switch (ROWS_) {                 \
     case 6: return CALL(6);          \

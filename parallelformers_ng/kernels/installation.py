@@ -114,10 +114,7 @@ def _outputs(family: str, quantized: bool) -> tuple[Tensor, Tensor]:
         model = modelling(family, "Model")(config).float().eval()
         for parameter in model.parameters():
             parameter.normal_()
-        embedded, cached = (
-            torch.randn(2, 1, 2 * width),
-            torch.randn(2, 2, 2, 1, 3, width),
-        )  # 2 layers of keys and values
+        embedded, cached = torch.randn(2, 1, 2 * width), torch.randn(2, 2, 2, 1, 3, width)  # keys, values of 2 layers
     if quantized:
         for number, linear in enumerate([module for module in model.modules() if type(module) is nn.Linear]):
             encoding = Encoding("int4", -1, 32) if number % 2 else Encoding("int8", -1, linear.in_features)

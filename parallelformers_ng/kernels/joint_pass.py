@@ -81,7 +81,7 @@ class JointPass:
             for step in steps:
                 try:
                     ran_alone.append(step.run())
-                    break  # no exception: the whole model has run, without C
+                    break  # without `_LayersWait`, the modules have run the whole step
                 except _LayersWait:
                     if len(self._waiting) == len(self._last):
                         break

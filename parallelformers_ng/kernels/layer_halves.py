@@ -233,8 +233,8 @@ class Step:
         self._shared, self._sizes = shared, sizes
         config, rotations, mask = shared
         (self.sequences, self.queries), dtype, width, heads = sizes
-        # The mask's last dimension is the cache's length. transformers omits the mask of several tokens only if the cache
-        # is empty.
+        # The mask's last dimension is the cache's length. transformers passes a mask for several new tokens, unless the
+        # cache is empty.
         self.tokens = mask.shape[-1] if mask is not None else None if self.queries == 1 else self.queries
         self.fits = (
             config._attn_implementation == "sdpa"

@@ -141,7 +141,7 @@ class SideBySide:
 
 
 class PartOfProduct(nn.Linear):
-    """A linear layer of a `SideBySide` group, whose layers one product may compute together."""
+    """A linear layer of a `SideBySide` group. One product may compute all layers of the group."""
 
     side_by_side: SideBySide
 

@@ -164,8 +164,9 @@ def install_stacks(model: nn.Module) -> None:
     for module in [*model.modules()]:
         layers: Any = getattr(module, "layers", None)
         if type(layers) is nn.ModuleList and is_known(module, "Model"):
+            cls: type = type(module)
             layers.__class__ = DeviceStack
-            module.__class__ = with_layers_as_one(type(module), "cuda")
+            module.__class__ = with_layers_as_one(cls, "cuda")
 
 
 @functools.cache

@@ -59,7 +59,7 @@ def read_ahead(stretch: Stretch) -> None:
 
     Errors are ignored. The call waits only on Linux 5.14 or later, which has MADV_POPULATE_READ.
     """
-    for advice in (_WILLNEED, _POPULATE_READ):  # MADV_POPULATE_READ alone would also read neighbouring pages
+    for advice in (_WILLNEED, _POPULATE_READ):  # without WILLNEED, POPULATE_READ reads more than the range
         libc().madvise(*stretch, advice)
 
 
@@ -76,7 +76,7 @@ def make_huge(tensors: Iterable[Tensor]) -> threading.Thread | None:
     Needs Linux 6.1 (MADV_COLLAPSE); memory files stay shared. Pages that the kernel cannot replace, for example those
     of most disk files, stay as they are. Returns the thread, or None if no tensor covers a huge page.
     """
-    kept = list(tensors)  # addresses stay valid only while the tensors live
+    kept = list(tensors)  # the thread needs the tensors' memory, so it keeps the tensors
     whole: list[Stretch] = []
     for start, length in stretches(kept):
         first, end = -(-start // HUGE_PAGE) * HUGE_PAGE, (start + length) // HUGE_PAGE * HUGE_PAGE
@@ -121,7 +121,7 @@ def replace_by_copies(places: Sequence[tuple[Stretch, MappedFile]]) -> None:
             checked(libc().mremap(memory[-1], stretch.length, stretch.length, _MOVE_THERE, stretch.start))
             memory.pop()
     finally:
-        for (stretch, _), start in zip(places, memory, strict=False):  # after an error, `memory` has what was not moved
+        for (stretch, _), start in zip(places, memory, strict=False):  # only an error leaves memory to free
             libc().munmap(start, stretch.length)
 
 

@@ -46,7 +46,8 @@ _MAX_SPLITS = 16
 
 @triton.jit
 def _fp8_as_float32(bits):
-    # Sign, exponent and fraction move to their places in a float32. NaN, which no encoder writes, is read as 480.
+    """Convert fp8 numbers (e4m3), whose bits were read as int8, to float32. NaN becomes 480, but no encoder writes
+    NaN."""
     placed = ((bits.to(tl.int32) << 20) & -0x78100000).to(tl.float32, bitcast=True)
     return placed * 1.329227995784916e36  # 2¹²⁰, because the bias of exponents is 127 in float32, and 7 in fp8
 
@@ -75,8 +76,9 @@ def byte_product_kernel(
     rows, inputs, splits, outputs0, outputs1, outputs2, x_row, y_row,
     BIASED: tl.constexpr, FP8: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    # A program writes OUTPUTS outputs of one weight to the partial results y, `[splits, rows, outputs]`, for all rows
-    # and one split of the inputs. `x_row` and `y_row` are distances between rows, in elements.
+    """Write OUTPUTS outputs of one weight to the partial results y, `[splits, rows, outputs]`, for all rows and one
+    split of the inputs. `x_row` and `y_row` are distances between rows, in elements.
+    """
     split = tl.program_id(1)
     q, s, b, outputs, left, tile = weight_and_tile(
         q0, q1, q2, s0, s1, s2, b0, b1, b2, outputs0, outputs1, outputs2, OUTPUTS

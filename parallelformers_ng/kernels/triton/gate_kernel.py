@@ -24,7 +24,7 @@ _BLOCK = 1024
 
 @triton.jit
 def gate_kernel(g, u, y, columns, g_row, u_row, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    # A program computes BLOCK columns of one row. `g_row` and `u_row` are distances between rows, in elements.
+    """Compute BLOCK columns of one row. `g_row` and `u_row` are distances between rows, in elements."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

@@ -68,7 +68,7 @@ _FP16 = tl.constexpr(_TWO_AT_ONCE.format(type="f16x2", exponent="0x64", one="0x3
 
 @triton.jit
 def _both_scaled(numbers, scales):
-    # Dequantizes the low and the high 4-bit numbers of each byte, with the rounding of a dequantized weight in memory.
+    """Dequantize the low and the high 4-bit number of each byte, rounded like a dequantized weight in memory."""
     return tl.inline_asm_elementwise(
         _BF16 if scales.dtype == tl.bfloat16 else _FP16,
         "=r,=r,=r,=r,r,r,r",
@@ -81,7 +81,7 @@ def _both_scaled(numbers, scales):
 
 @triton.jit
 def _scaled(numbers, scales):
-    # Dequantizes the low 4-bit number of each byte without PTX, for Triton's interpreter.
+    """Dequantize the low 4-bit number of each byte without PTX, for Triton's interpreter."""
     bits = ((numbers.to(tl.int32) & 15) ^ 8) | 0x4B000000
     return ((bits.to(tl.float32, bitcast=True) - 8388616.0) * scales.to(tl.float32)).to(scales.dtype)
 
@@ -93,9 +93,10 @@ def nibble_product_kernel(
     BIASED: tl.constexpr, PTX: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUPS: tl.constexpr,
     GROUP_STEP: tl.constexpr,
 ):  # fmt: skip
-    # A program writes OUTPUTS outputs of one weight to the partial results y, `[splits, rows, outputs]`, for all rows
-    # and one split of the inputs. `inputs` and `x_row` count pairs of inputs. A row of scales has GROUP_STEP ·
-    # `group_steps` scales, so that the compiler knows their alignment, and loads several scales at once.
+    """Write OUTPUTS outputs of one weight to the partial results y, `[splits, rows, outputs]`, for all rows and one
+    split of the inputs. `inputs` and `x_row` count pairs of inputs. A row of scales has GROUP_STEP · `group_steps`
+    scales, so that the compiler knows their alignment, and loads several scales at once.
+    """
     split = tl.program_id(1)
     q, s, b, outputs, left, tile = weight_and_tile(
         q0, q1, q2, s0, s1, s2, b0, b1, b2, outputs0, outputs1, outputs2, OUTPUTS

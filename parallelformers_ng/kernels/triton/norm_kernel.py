@@ -28,7 +28,7 @@ _COLUMNS_PER_WARP = 1024
 
 @triton.jit
 def norm_kernel(x, d, w, s, y, columns, x_row, d_row, epsilon, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    # A program computes one row. `x_row` and `d_row` are distances between rows, in elements.
+    """Compute one row. `x_row` and `d_row` are distances between rows, in elements."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns

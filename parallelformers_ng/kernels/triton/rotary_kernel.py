@@ -28,8 +28,9 @@ from parallelformers_ng.kernels.triton.partial_results import load_sum, row_dist
 def _turned(
     states, step, w, cos, sin, column, inside, epsilon, like, SPLITS: tl.constexpr, HALF: tl.constexpr
 ):  # fmt: skip
-    # Returns the two rotated halves of a head, after the norm if `w` is not None. `states` are partial results, `step`
-    # is the distance between their splits, and `like` a pointer to numbers of the cache's data type.
+    """Return the two rotated halves of a head, after the norm if `w` is not None. `states` are partial results, `step`
+    is the distance between their splits, and `like` a pointer to numbers of the cache's data type.
+    """
     first = load_sum(states + column, step, inside, like, SPLITS)
     second = load_sum(states + HALF + column, step, inside, like, SPLITS)
     if w is not None:
@@ -50,8 +51,9 @@ def rotary_kernel(
     key_row, key_head, value_row, value_head, epsilon,
     SPLITS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # A program rotates one query head, or writes one key head or value head to the cache, which has `room` positions.
-    # Names that end in `_row` or `_head` are distances in elements.
+    """Rotate one query head, or write one key head or value head to the cache, which has `room` positions. Names that
+    end in `_row` or `_head` are distances in elements.
+    """
     row, head, rows = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(0)
     column = tl.arange(0, BLOCK)
     inside = column < HALF

@@ -42,9 +42,10 @@ def split_kernel(
     mask_row, length_row, scale,
     QUERIES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    # A program attends to one split of the keys, for the `groups` query heads of one key/value head. It writes the
-    # largest score, the sum of the weights exp(score - largest), and the weighted sum of the values. Names that end in
-    # `_row` or `_head` are distances in elements; `room` is the number of positions.
+    """Attend to one split of the keys, for the `groups` query heads of one key/value head. It writes the largest score,
+    the sum of the weights exp(score - largest), and the weighted sum of the values. Names that end in `_row` or `_head`
+    are distances in elements; `room` is the number of positions.
+    """
     pair, split = tl.program_id(0), tl.program_id(1)
     row, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     query, column = tl.arange(0, QUERIES), tl.arange(0, BLOCK)
@@ -97,7 +98,7 @@ def combine_kernel(
     parts, largest, sums, counter, y, splits,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    # A program combines the splits of one row and query head to attention y. One program also increments `counter`.
+    """Combine the splits of one row and query head to attention y. One program also increments `counter`."""
     slot = tl.program_id(0).to(tl.int64)
     split, column = tl.arange(0, SPLITS), tl.arange(0, BLOCK)
     is_split, is_column = split < splits, column < WIDTH
