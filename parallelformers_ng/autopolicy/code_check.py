@@ -31,13 +31,12 @@ class CodeCheck:
         self.edits = LiveEdits(model)  # methods and modules that the user's program replaced after the model was built
         self._plan = plan
         self._selection = selection
-        modules = dict(model.named_modules(remove_duplicate=False))
-        classes = {path: type(module) for path, module in modules.items()}
+        classes = {path: type(module) for path, module in model.named_modules()}
         above = {path for root in plan.units for path in and_above(root)}
         self._inside = {cls for path, cls in classes.items() if sees_part(plan, path)}
         self._outside = {cls for path, cls in classes.items() if path in above} - self._inside
         self._layers = {layer.path.rpartition(".")[2] for layer in plan.layers} | {"weight"}
-        cut = (modules[layer.path] for layer in plan.layers if layer.cls is not StoredInParts)
+        cut = (model.get_submodule(layer.path) for layer in plan.layers if layer.cls is not StoredInParts)
         self._cut = {type(module) for module in cut if module._parameters}
 
     def objection(self, moved: Collection[str]) -> str:

@@ -98,7 +98,7 @@ def _described(value: Any) -> tuple[bytes, Iterable[Any]]:
     if type(value).__module__.partition(".")[0] in sys.stdlib_module_names - {"builtins"} and not callable(value):
         try:
             text += pickle.dumps(value, 5)  # a decimal or a compiled pattern, for example
-        except Exception as error:  # a lock, for example; reducers may raise any exception
+        except Exception as error:  # pickling may raise any exception, for a lock for example
             raise_if_of_handler(error)
     return text, ()
 

@@ -39,12 +39,9 @@ def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[typ
         value = behind
     if id(value) in seen:
         return
-    if isinstance(value, types.FunctionType):
-        yield value
-        if value.__closure__ is None and not value.__dict__:
-            return
     seen |= {id(value)}
     if isinstance(value, types.FunctionType):
+        yield value
         for cell in value.__closure__ or ():
             for inner in contents_of(cell):
                 yield from functions_in(inner, seen)

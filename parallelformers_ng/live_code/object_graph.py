@@ -136,7 +136,7 @@ def has_same(now: Any, before: Any) -> bool:
 
 
 def _all_same(now: Iterable[Any], before: Iterable[Any]) -> bool:
-    # Another thread may change `now` while Python code runs, so that code gets a copy.
+    # `is_same` is Python code, and another thread may change `now` while it runs, so it gets a copy.
     return all(map(operator.is_, now, before)) or all(map(is_same, [*now], before))
 
 

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from parallelformers_ng.checkpoint.lazy import RemoteTensor, values
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.read_only import ReadOnlyTensor
 from parallelformers_ng.errors import NotPortableError, ParallelError
-from parallelformers_ng.generation.caches import mapped
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.dispatcher import CallOptions
 from parallelformers_ng.model.marks import REMOTE, has_own_loop
@@ -127,15 +126,12 @@ def _refuse_gradients(model: nn.Module, output: Any, inputs: Any) -> Any:
     return output
 
 
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    tensors: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    mapped(value, torch.Tensor, note, in_place=True)
-    return tensors
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):  # a ModelOutput is a dict, too
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(part)
 
 
 class RemoteModule(nn.Module):

@@ -76,8 +76,10 @@ def _seen_by(words: frozenset[str]) -> tuple[bool, bool]:
 
 
 def words_reached(values: Iterable[Any]) -> frozenset[str]:
-    """Return the names and strings in the user's code that is reached from values: from functions, classes, objects,
-    containers, and the global variables and modules that the code names."""
+    """Return the names and strings in all code of the user that these values can run.
+
+    The search follows functions, classes, objects and containers, and the global variables that the code names.
+    """
     words, seen, pending = set[str](), dict[int, Any](), [*values]
     while pending and len(seen) < _MAX_VALUES:
         value = pending.pop()
