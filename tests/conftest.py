@@ -25,7 +25,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _LONGEST = (
     "zoo",
-    "servers",
     "runtime_group",
     "runtime_faults",
     "fork_server",
@@ -33,6 +32,11 @@ _LONGEST = (
     "twins",
     "chaos",
     "methods",
+    "pretended_step_kernels",
+    "pretended_batching",
+    "lora",
+    "page",
+    "faults_scripts",
 )
 
 

@@ -70,10 +70,9 @@ SUM = "parallelformers_ng.sum_of_splits.default"
         (split_everywhere, "int8", "byte_product"),
         pytest.param(split_everywhere, INT4, "nibble_product", marks=pytest.mark.slow),
         pytest.param(split_everywhere, "fp8", "byte_product", marks=pytest.mark.slow),
-        pytest.param(functools.partial(decoder, "Qwen2"), "int8", "byte_product", marks=pytest.mark.slow),
         pytest.param(functools.partial(decoder, "Qwen3"), "", "aten.linear", marks=pytest.mark.slow),
     ],
-    ids=["bf16", "int8", "int4", "fp8", "Qwen2, int8", "Qwen3"],
+    ids=["bf16", "int8", "int4", "fp8", "Qwen3"],
 )
 def test_kernels_of_a_served_layer(make: Any, scheme: Any, products: str, interpreting: WorkerGroup) -> None:
     """The sums of split products are part of the kernels that read them, but for the last layer's."""

@@ -70,11 +70,13 @@ PLACES = [("card", CARD.marks), ("pretended", ())]
 
 
 def _cases() -> list[Any]:
-    """Return each case on a card, and on a pretended device; there only some faults are quick tests."""
+    """Return each case on a card. On a pretended device, return the quick cases, and as slow tests one of each kind."""
+    one_of_each_kind = {case.kind: case for case in reversed(CASES)}.values()
     return [
         pytest.param(name, case, marks=[*marks, *([pytest.mark.slow] * (not marks and str(case) not in QUICK))])
         for name, marks in PLACES
         for case in CASES
+        if marks or str(case) in QUICK or case in one_of_each_kind
     ]
 
 
