@@ -100,10 +100,9 @@ class ObjectState:
         places = []
         for part in self.parts:
             if isinstance(part, Place):
-                attributes = attributes_of(part)
                 cells = getattr(part, "__closure__", None) or ()
                 closed = {index: items_of(cell)[0] for index, cell in enumerate(cells) if items_of(cell)}
-                places.append((part, self._values(attributes), self._values(closed)))
+                places.append((part, self._values(attributes_of(part)), self._values(closed)))
         if live:
             self.remember()
         codes = [part for part in self.parts if isinstance(part, (type, types.FunctionType))]

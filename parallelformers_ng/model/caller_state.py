@@ -190,9 +190,8 @@ class Edits:
         # (module path, attribute) → number of the change, value, and the group that has set it; None if the user has
         # set it.
         self._attributes: dict[tuple[str, str], tuple[int, Any, WorkerGroup | Literal["nobody"] | None]] = {}
-        self._taken: dict[tuple[str, str], State] = {}
+        self._taken: dict[tuple[str, str], tuple[Any, State]] = {}
         self._count = 0
-        self._moved: dict[tuple[str, str], int] = {}  # attribute → its last recorded number in `LiveCode.moved`
         self._lock = threading.Lock()
         # What a group has received: configurations, numbers of changes of attributes and of code.
         self._of_new_workers = self._built, 0, 0
@@ -207,6 +206,7 @@ class Edits:
         with self._lock:
             self._count += 1
             self._attributes[path, name] = self._count, value, None
+            self._taken.pop((path, name), None)
         if name in CONFIGURATIONS and (path, name) not in self._owners:
             self._owners.append((path, name))
 
@@ -215,7 +215,8 @@ class Edits:
         with self._lock:
             self._count += 1
             self._attributes[path, name] = self._count, value, group or "nobody"
-            self._taken[path, name] = State(vars(self.model.get_submodule(path)).get(name))
+            own = vars(self.model.get_submodule(path)).get(name)
+            self._taken[path, name] = own, State(own)
 
     def take_config(self, group: WorkerGroup, name: str, value: Any) -> None:
         """Record that a call on `group` has set a configuration attribute, so that the group need not receive it."""
@@ -226,11 +227,13 @@ class Edits:
         """Check the user's code for changes, and return how often it has changed since the model was parallelized."""
         if not (self._code.step.holds() and (only_step or self._code.rest.holds())):
             self._code.update()
-        for (path, name), (number, value) in [*self._code.moved.items()]:
-            if number > self._moved.get((path, name), 0):
-                self._moved[path, name] = number
-                if (path, name) not in self._taken or not self._taken[path, name].holds():
-                    self.set_attribute(path, name, value)
+        for key in [*self._code.moved]:
+            if (value := self._code.moved.pop(key, REMOVED)) is not REMOVED and key not in self._taken:
+                self.set_attribute(*key, value)
+        for (path, name), (value, state) in [*self._taken.items()]:
+            if not state.holds():  # the program has changed what a call has set
+                self.set_attribute(path, name, value)
+                self._taken[path, name] = value, State(value)
         return self._code.count
 
     def has_changes(self) -> bool:

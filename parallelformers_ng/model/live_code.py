@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -45,7 +44,7 @@ class LiveCode:
         by_value: names of modules whose code is sent by value, because ranks cannot import the same code.
         changes: globals and class attributes whose values changed since `compare`; None before the first change.
         count: number of changes since `compare`.
-        moved: module attributes whose objects changed in place: (path, name) → number of the change, value.
+        moved: module attributes whose objects changed in place, for `Edits` to take: (path, name) → value.
         step: detects changes of the code of a forward pass.
         rest: detects changes of the code that only `generate` and other methods use.
     """
@@ -61,9 +60,8 @@ class LiveCode:
         modules = {cls.__module__ for cls in self.classes} | {module_of(place) for place in self._slots}
         self.by_value = {name for name in modules if is_by_value(name)}
         self.count = 0
-        self.moved: dict[tuple[str, str], tuple[int, Any]] = {}
+        self.moved: dict[tuple[str, str], Any] = {}
         self._later: set[str] = set()
-        self._numbers = itertools.count(1)
         self.changes: CodeChanges | None = None
         self._words: tuple[int, frozenset[str]] = -1, frozenset()
         self._watch()
@@ -152,7 +150,7 @@ class LiveCode:
             self._take_values(now, changed)
         for key, (value, state) in self._of_modules.items():
             if not state.holds():
-                self.moved[key] = next(self._numbers), value
+                self.moved[key] = value
         # Leave out code that appeared after `parallelize`, so that a setting that names the code is refused.
         self._slots = {place: slot for place, slot in now.items() if place in before or not is_code(slot.value)}
         self._watch()

@@ -12,7 +12,7 @@ import types
 import uuid
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -129,7 +129,8 @@ class ByValuePickler(cloudpickle.Pickler):
         make, args, state, *no_items, fill = reduced
         if isinstance(obj, type):
             state[0]["__qualname__"] = obj.__qualname__
-            if "__slots__" in vars(obj) and not isinstance(obj, enum.EnumMeta):
+            has_slots = "__slots__" in vars(obj) and NamedTuple not in vars(obj).get("__orig_bases__", ())
+            if has_slots and not isinstance(obj, enum.EnumMeta):
                 args[3]["__slots__"] = obj.__slots__  # type: ignore[attr-defined]  # else the copy has a `__dict__`
         else:
             *code, empty = args

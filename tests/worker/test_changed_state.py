@@ -482,3 +482,31 @@ def test_objects_keep_their_identity(groups) -> None:
         assert (array.tolist(), slotted.count) == (plain.array.tolist(), plain.slotted.count)
     assert [member.name for member in Color] == ["RED", "BLUE"]
     assert_same_call(model, plain, IDS)
+
+
+class Lazy(LlamaForCausalLM):
+    """A model whose forward makes a table in an attribute, and reads it."""
+
+    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+        if not hasattr(self, "table"):
+            self.table: dict[int, torch.Tensor] = {}
+        scale = self.table.setdefault(input_ids.shape[1], torch.full((1,), 2.0))
+        output = super().forward(input_ids=input_ids, **kwargs)
+        output.logits = output.logits * scale
+        return output
+
+
+def test_program_changes_what_a_call_has_made(groups) -> None:
+    plain, model = llama(Lazy), llama(Lazy)
+    with torch.no_grad(), parallelize(model, workers=groups(2)):
+        for change in (
+            lambda each: None,
+            lambda each: each.table.update({4: torch.full((1,), 3.0)}),
+            lambda each: each.table[4].mul_(5),
+            lambda each: each.table.clear(),
+        ):
+            for each in (plain, model):
+                if hasattr(each, "table"):
+                    change(each)
+            assert torch.allclose(model(IDS).logits, plain(IDS).logits, atol=1e-3)
+            assert is_equal(model.table[4], plain.table[4])
