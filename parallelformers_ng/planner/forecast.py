@@ -177,7 +177,7 @@ def forecast(
 
     chosen, impossible, observations = device_named(device), list[str](), dict[int, Observation]()
     name = str(target or model.dtype).removeprefix("torch.")
-    measurements = list[str]()
+    weights, measurements = (bits and bits.scheme) or name, list[str]()
     arrangements = list[Arrangement]()
     for tensor in sorted(n for n in {*_WIDTHS, num_gpus} if n <= max(_WIDTHS) and num_gpus % n == 0):
         try:
@@ -190,7 +190,7 @@ def forecast(
         stages, memory = _laid_out(model, shard_plan, observations[tensor], num_gpus // tensor, chosen.usable)
         speed = None
         if stages == 1:
-            known = measured_step(device, tensor, name if bits is None else bits.scheme, batch)
+            known = measured_step(device, tensor, weights, batch)
             scale = 1.0 if known is None else known.computed / known.measured
             speed = batch / step_seconds(chosen, observations[tensor].step, tensor, scale)
             measurements += [] if known is None else [str(known)]

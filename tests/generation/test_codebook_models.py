@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from parallelformers_ng import parallelize
@@ -122,15 +124,42 @@ def speech_to_text() -> PreTrainedModel:
     return tf.KyutaiSpeechToTextForConditionalGeneration(config)
 
 
+class Scheduler:
+    """Steps of equal length, in the place of a scheduler of diffusers."""
+
+    timesteps: Any = None
+
+    def set_timesteps(self, num_inference_steps: int) -> None:
+        self.timesteps = torch.arange(num_inference_steps, 0, -1)
+
+    def step(self, noise: torch.Tensor, timestep: torch.Tensor, sample: torch.Tensor) -> Any:
+        return SimpleNamespace(prev_sample=sample - 0.1 * noise)
+
+
+def vibevoice() -> PreTrainedModel:
+    """A model without codebooks, whose tokens say when a diffusion makes the next piece of sound."""
+    text = {**SMALL, "num_key_value_heads": 5, "intermediate_size": 74, "vocab_size": 50, "model_type": "qwen2"}
+    sound = {"hidden_size": 8, "num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1], "kernel_size": 3}
+    diffusion = {"num_hidden_layers": 1, "intermediate_size": 30, "frequency_embedding_size": 16}
+    kind = "vibevoice_acoustic_tokenizer"
+    config = tf.VibeVoiceConfig(
+        text_config=text, audio_config={**sound, "model_type": kind}, diffusion_head_config=diffusion,
+        semantic_model_config={**sound, "model_type": f"{kind}_encoder"}, pad_token_id=43, eos_token_id=44,
+        audio_bos_token_id=45, audio_eos_token_id=46, audio_token_id=47,
+    )  # fmt: skip
+    return tf.VibeVoiceForConditionalGeneration(config)
+
+
 MODELS = {
     "csm": csm, "dia": dia, "musicgen": musicgen, "musicgen_melody": musicgen_melody, "moshi": moshi, "bark": bark,
     "kyutai_speech_to_text": speech_to_text,
 }  # fmt: skip
-if hasattr(tf, "HiggsAudioV2Config"):  # transformers 5.17 may lack it
-    MODELS["higgs_audio_v2"] = higgs_audio
+# transformers 5.17 may lack these types
+MODELS |= {"higgs_audio_v2": higgs_audio} if hasattr(tf, "HiggsAudioV2Config") else {}
+MODELS |= {"vibevoice": vibevoice} if hasattr(tf, "VibeVoiceConfig") else {}
 
 
-SLOW = ("csm", "moshi", "bark", "kyutai_speech_to_text", "higgs_audio_v2")
+SLOW = ("csm", "moshi", "bark", "kyutai_speech_to_text", "higgs_audio_v2", "vibevoice")
 """Names of models whose parallelization proves the policies of several parts."""
 
 
@@ -144,6 +173,8 @@ def test_codes_of_generate(name: str, ranks: int, groups: Callable[[int], Worker
     prompt = [ids]
     if name == "kyutai_speech_to_text":
         prompt, options = [], {"input_values": torch.randn(2, 1, 64)}  # the tokens follow the frames of the sound
+    if name == "vibevoice":
+        options |= {"noise_scheduler": Scheduler(), "num_diffusion_steps": 3, "attention_mask": torch.ones_like(ids)}
     if name == "higgs_audio_v2":
         ids[:, -1] = 41  # the sound begins
     if name == "moshi":
@@ -156,7 +187,7 @@ def test_codes_of_generate(name: str, ranks: int, groups: Callable[[int], Worker
     def codes_of(way: dict[str, Any]) -> list[torch.Tensor]:
         torch.manual_seed(7)
         output = model.generate(*prompt, **way, **options)
-        return [output] if isinstance(output, torch.Tensor) else [*output.values()]  # codes, text, sound
+        return [each for each in tree_leaves(output) if each is not None]  # codes, text, sound
 
     wanted = [codes_of(way) for way in ways]
     assert all(len(each.unique()) > 3 for each in wanted[0])
