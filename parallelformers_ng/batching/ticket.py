@@ -15,6 +15,7 @@ from parallelformers_ng.errors import DeadlineExpiredError, DivergedError, Reque
 from parallelformers_ng.runtime.failures import Description, rebuild
 from parallelformers_ng.runtime.group import LOOK_SECONDS
 from parallelformers_ng.runtime.limits import cancellation_of_thread
+from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 from parallelformers_ng.wire.message import parcel as packed
 from parallelformers_ng.wire.message import unpack
 
@@ -36,6 +37,7 @@ class Ticket:
         states: pickled changes of the call's processors and criteria; None says that the ranks have applied `update`.
         update: pickled changes of these objects by other threads, to be sent with the next round; or None.
         runs: whether the call has a row of the batch.
+        decodes: whether the ranks have run the prompt, so that the row waits for its next token.
         ended: whether no further token will come.
         error: error that ended the call: an exception, or the number of a rank and its description of an exception.
         lost: whether the group ended before the ranks received the call, so that another group may run the call.
@@ -58,13 +60,26 @@ class Ticket:
         self.tokens: list[int] = []
         self.states: deque[tuple[bytes, int] | None] = deque()
         self.update: tuple[bytes, int] | None = None
-        self.runs = self.ended = self.lost = self.given_up = False
+        self.runs = self.decodes = self.ended = self.lost = self.given_up = False
         self.error: BaseException | tuple[int, Description] | None = None
         self.failures = self.suspect = 0
         self._again = 0  # number of tokens since the last start; a restarted call repeats its first tokens
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     # -- in the thread of the group ------------------------------------------------------------------------------
+
+    @property
+    def tokens_needed(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self.call.tokens[1]
+
+    @property
+    def adapters(self) -> ActiveAdapters | None:
+        return self.call.adapters
+
+    @property
+    def priority(self) -> int:
+        return self.call.priority
 
     @property
     def is_suspect(self) -> bool:
@@ -108,7 +123,7 @@ class Ticket:
             return False
         self.suspect = len(self.tokens) + 1 if suspected else 0
         self._again = 0
-        self.runs = False
+        self.runs = self.decodes = False
         return True
 
     def ring(self) -> None:
