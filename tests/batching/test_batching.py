@@ -411,6 +411,36 @@ def test_calls_wait_for_room_in_the_caches(groups):
     assert max(most) == 2
 
 
+def test_urgent_calls_get_rows_first(groups):
+    """Four calls wait for one row. They get it in the order of their priority, and each gets its own tokens."""
+    numbers, options = (0, 4, -2, 1), {"max_new_tokens": 5, "do_sample": False}
+    with parallelize(gpt2(), workers=groups(2), batching={"rows": 1}) as model, ThreadPoolExecutor(4) as pool:
+        (shared,), order = remote_of(model).calls.shared.values(), list[int]()
+        batch, next_round = shared.batch, shared.batch.scheduler.next_round
+
+        def decided(waiting: Any, running: Any, in_chunks: bool) -> Schedule:
+            end = time.monotonic() + PROMPTLY
+            while not order and len(waiting) < len(numbers) and time.monotonic() < end:
+                time.sleep(0.001)
+                while batch._arrived:
+                    waiting[next(batch._numbers)] = batch._arrived.popleft()
+            schedule = next_round(waiting, running, in_chunks)
+            order.extend(waiting[number].priority for number in schedule.admitted)
+            return schedule
+
+        batch.scheduler.next_round = decided
+        prompts = [torch.tensor([[5, 6, 7 + number]]) for number in range(4)]
+        calls = [
+            pool.submit(model.generate, ids, priority=number, **options)
+            for ids, number in zip(prompts, numbers, strict=True)
+        ]
+        got = [call.result() for call in calls]
+        with pytest.raises(ParallelError, match=r"priority is 'high'; it takes a whole number, and lower numbers go"):
+            model.generate(prompts[0], priority="high", **options)
+    assert order == sorted(numbers)
+    assert all(torch.equal(ids, gpt2().generate(prompt, **options)) for ids, prompt in zip(got, prompts, strict=True))
+
+
 def forward_lengths(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that receives the number of tokens of each later forward."""
     lengths, forward = list[int](), model.forward
