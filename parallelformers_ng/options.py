@@ -108,8 +108,10 @@ class BatchingOptions:
             from other threads can start in the same batch.
         prefix_tokens: tokens whose keys and values are kept from recent sequences, for prompts that begin with the
             same tokens; 0 keeps no keys and values.
-        cache_tokens: most tokens in the caches of all rows, padding included; calls wait until their tokens fit. None:
-            the tokens that fit in half of the memory that is free when the first call runs.
+        cache_tokens: most tokens in the caches of all rows; calls wait until the tokens that they may need fit. On CPU
+            a row counts its own tokens. On devices, and in caches with sliding windows or states, every row counts the
+            tokens of the longest row. None: the tokens that fit in half of the memory that is free when the first call
+            runs.
         prompt_tokens, new_tokens: most prompt tokens and most new tokens of a call; a longer call raises
             BatchingError. None: no limit.
 

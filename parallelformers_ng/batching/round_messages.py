@@ -71,5 +71,6 @@ class RoundOutput:
     prompt_begin: int = 0
     prompt_seconds: float = 0.0  # seconds that this rank took to run the prompt tokens, or to join rows
     token_bytes: int = 0  # bytes of one token's keys and values on this rank; 0 if no row runs
+    pads: bool = True  # whether every row takes the memory of the longest row
     free_bytes: int = 0  # free bytes of the rank's CUDA device; 0 on CPU
     uncaptured: str = ""  # reason why steps could not become CUDA graphs; "" without such a failure

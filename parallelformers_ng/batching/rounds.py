@@ -97,7 +97,7 @@ class RankBatch:
         steps = (schedule.steps_between_prompts if len(self._prompts) else schedule.steps) - ran_beside
         changed_rows.update(self._rows.run(steps, order.positions, order.max_rows))
         output.uncaptured = self._captured.reason
-        output.token_bytes = self._rows.token_bytes
+        output.token_bytes, output.pads = self._rows.token_bytes, self._rows.pads
         if self._model.device.type == "cuda":
             output.free_bytes = torch.cuda.mem_get_info(self._model.device)[0]
             if not self._rows.is_ahead:  # while a step is in flight, `Newest.give` checks the token ids

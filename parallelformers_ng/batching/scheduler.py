@@ -75,11 +75,12 @@ class Scheduler:
     Attributes:
         room: most tokens in the caches of all rows, padding included. Without a limit of the caller, it is infinite
             until a round has measured the free memory.
+        pads: whether every row takes the memory of the longest row.
         budget: sizes of a round, adapted to the measured speed.
     """
 
     def __init__(self, options: BatchingOptions, device: str) -> None:
-        self.room = options.cache_tokens or math.inf
+        self.room, self.pads = options.cache_tokens or math.inf, True
         self.budget = TokenBudget(options.prefill_patience / 1000, device)
         self._max_rows = options.rows
         self._overtaken = Counter[int]()  # number of a waiting call → rounds in which later calls got rows before it
@@ -109,8 +110,9 @@ class Scheduler:
         admitted = list[int]()
         for number in self._in_order(waiting) if len(rows) < self._max_rows else ():
             call = waiting[number]
-            longest = max(row.tokens_needed for row in (*rows, call))
-            is_full = len(rows) >= self._max_rows or (rows and longest * (len(rows) + 1) > self.room)
+            needed = [row.tokens_needed for row in (*rows, call)]
+            size = max(needed) * len(needed) if self.pads else sum(needed)
+            is_full = len(rows) >= self._max_rows or (rows and size > self.room)
             is_alone = any(row.needs_solitude or row.adapters != call.adapters for row in rows)
             is_suspected = call.is_suspect and any(row.is_suspect for row in rows)
             if is_full or is_alone or is_suspected or (rows and call.needs_solitude):
@@ -130,8 +132,12 @@ class Scheduler:
         return [*starving, *sorted(others, key=lambda number: (waiting[number].priority, number))]
 
     def learn_room(self, outputs: Sequence[RoundOutput], host_bytes: Callable[[], int]) -> None:
-        """Set `room` to the tokens that fit in half of the free memory, once, if the caller has set no limit."""
-        if self.room is not math.inf or not all(output.token_bytes for output in outputs):
+        """Note whether rows are padded. Once, if the caller has set no limit, set `room` to the tokens that fit in half
+        of the free memory."""
+        if not all(output.token_bytes for output in outputs):
+            return
+        self.pads = any(output.pads for output in outputs)
+        if self.room is not math.inf:
             return
         device_tokens = [output.free_bytes // 2 // output.token_bytes for output in outputs if output.free_bytes]
         host_tokens = host_bytes() // 2 // sum(output.token_bytes for output in outputs)

@@ -180,6 +180,14 @@ def test_calls_join_while_rows_and_memory_last(
     assert scheduler.next_round(after, before, True).admitted == admitted
 
 
+def test_rows_in_pages_count_their_own_tokens() -> None:
+    scheduler = Scheduler(BatchingOptions(cache_tokens=100), "cpu")
+    running, waiting = {0: Arrival(0, 60, 10)}, {1: Arrival(0, 5, 5), 2: Arrival(0, 5, 15), 3: Arrival(0, 1, 1)}
+    assert scheduler.next_round(waiting, running, True).admitted == ()
+    scheduler.learn_room([RoundOutput(token_bytes=8, pads=False)], lambda: 0)
+    assert scheduler.next_round(waiting, running, True).admitted == (1, 2)
+
+
 def test_suspects_and_adapters_keep_apart() -> None:
     scheduler = Scheduler(BatchingOptions(), "cpu")
 
@@ -247,7 +255,7 @@ def test_random_arrivals(seed: int) -> None:
 
 def test_room_is_half_of_the_free_memory() -> None:
     scheduler = Scheduler(BatchingOptions(), "cpu")
-    reports: Any = [SimpleNamespace(token_bytes=10, free_bytes=0), SimpleNamespace(token_bytes=0, free_bytes=0)]
+    reports: Any = [SimpleNamespace(token_bytes=size, free_bytes=0, pads=False) for size in (10, 0)]
     scheduler.learn_room(reports, lambda: 1000)
     assert scheduler.room == float("inf"), "a rank without rows has measured nothing"
     reports[1].token_bytes = 15
