@@ -87,7 +87,8 @@ class RankBatch:
         schedule, ran_beside = order.schedule, False
         if len(self._prompts) and not late:
             began = time.monotonic()
-            results = self._prompts.run(schedule.max_tokens, step if len(self._rows) else None)
+            runs_beside = len(self._rows) and schedule.steps_between_prompts
+            results = self._prompts.run(schedule.max_tokens, step if runs_beside else None)
             output.prompt_tokens, output.prompt_seconds = self._prompts.latest, time.monotonic() - began
             output.prompt_begin, ran_beside = self._prompts.latest_begin, self._prompts.ran_beside
             if 0 < schedule.late_tokens <= sum(prefill.mask.numel() for prefill in results):

@@ -18,6 +18,8 @@ from parallelformers_ng.options import BatchingOptions
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 
 _LONGEST_PAUSE = 0.005
+_FEW_PASSES = 4
+"""Rows whose callers wait for whole answers wait for so many widest passes of prompts."""
 _MAX_OVERTAKEN = 16
 """A waiting call that later calls of a higher priority have overtaken in so many rounds goes first."""
 _WORTH_A_PASS = 128
@@ -45,6 +47,10 @@ class ScheduledCall(Protocol):
     """A call that waits for a row, or has one (`Ticket`)."""
 
     @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens of the prompt."""
+
+    @property
     def tokens_needed(self) -> int:
         """Most tokens of prompt and answer together."""
 
@@ -59,6 +65,10 @@ class ScheduledCall(Protocol):
     @property
     def decodes(self) -> bool:
         """Whether the prompt has run, so that the row waits for its next token."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether the caller reads each token when it comes, not only the whole answer."""
 
     @property
     def is_suspect(self) -> bool:
@@ -92,16 +102,21 @@ class Scheduler:
 
         `in_chunks` says whether prompts may share passes and run in chunks.
         """
-        has_rows = any(call.decodes for call in running.values())
+        admitted = self._admitted(waiting, [*running.values()])
+        calls = [*running.values(), *(waiting[number] for number in admitted)]
+        # Callers that wait for whole answers get them earlier if a few prompts run before the next step, because the
+        # steps then serve more rows.
+        prompt_tokens = sum(call.prompt_tokens for call in calls if not call.decodes)
+        are_few = prompt_tokens <= _FEW_PASSES * self.budget.widest
+        steps_first = any(call.decodes and (call.streams or not are_few) for call in calls)
         chunk, widest = (self.budget.chunk, self.budget.widest) if in_chunks else (0, 0)
         return Schedule(
-            admitted=self._admitted(waiting, [*running.values()]),
-            max_tokens=chunk if has_rows else widest,
-            late_tokens=widest if has_rows else 0,
+            admitted=admitted,
+            max_tokens=chunk if steps_first else widest,
+            late_tokens=widest if steps_first else 0,
             steps=self.budget.steps,
-            # At most one, because more rows will share the later steps. None if all rows are new: their first tokens
-            # come when the next prompts have run.
-            steps_between_prompts=int(has_rows),
+            # At most one, because more rows will share the later steps.
+            steps_between_prompts=int(steps_first),
             chunk=chunk,
         )
 

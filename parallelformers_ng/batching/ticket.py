@@ -69,6 +69,10 @@ class Ticket:
     # -- in the thread of the group ------------------------------------------------------------------------------
 
     @property
+    def prompt_tokens(self) -> int:
+        return self.call.tokens[0]
+
+    @property
     def tokens_needed(self) -> int:
         """Most tokens of prompt and answer together."""
         return self.call.tokens[1]
@@ -92,9 +96,14 @@ class Ticket:
         return self.failures > 1 and self.is_suspect
 
     @property
+    def streams(self) -> bool:
+        """Whether the caller's thread reads each token when it comes: for a streamer, or to find the end."""
+        return self._on_tokens is not None or bool(self.call.endings)
+
+    @property
     def has_output(self) -> bool:
         """Whether the caller's thread must wake up now. Its wake-ups slow the ranks, which run on the same cores."""
-        return self.ended or bool(self.states) or self._on_tokens is not None or bool(self.call.endings)
+        return self.ended or bool(self.states) or self.streams
 
     def take(self, tokens: list[int]) -> None:
         """Add tokens from the ranks. After a failed round, check that the repeated tokens are the same."""

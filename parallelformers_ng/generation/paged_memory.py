@@ -86,4 +86,5 @@ class PagedRows:
 
 def _padding_of(states: Tensor) -> int:
     """Number of first columns of a row, `[heads, tokens, width]`, that are 0."""
-    return int((states != 0).any(-1).any(0).to(torch.uint8).argmax())
+    columns = (states != 0).any(-1).any(0)
+    return int(columns.to(torch.uint8).argmax()) if columns.any() else len(columns)

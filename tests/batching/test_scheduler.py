@@ -34,8 +34,13 @@ class Arrival:
     needs_solitude: bool = False
     is_suspect: bool = False
     decodes: bool = False
+    streams: bool = True
     tokens: int = 0  # new tokens so far
     number: int = field(default=0, init=False)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.length
 
     @property
     def tokens_needed(self) -> int:
@@ -149,6 +154,26 @@ def test_prompts_alone_do_not_wait_for_steps() -> None:
     assert prompts_of(rounds)[0] == [(0, 0, 900), (1, 0, 124)]
     assert rounds[0].schedule.steps_between_prompts == 0
     assert rounds[1].schedule.max_tokens < 1024, "the first row decodes now"
+
+
+def test_callers_of_whole_answers_wait_for_few_prompts() -> None:
+    """16 calls of 256 and 4 tokens: if nobody reads single tokens, they need 4 passes and the steps of one call."""
+    seconds = list[float]()
+    for streams in (False, True):
+        replay = Replay([Arrival(0, 256, 4, streams=streams) for _ in range(16)])
+        rounds = replay.run()
+        seconds.append(replay.time)
+        if not streams:
+            assert [len(prompts) for prompts in prompts_of(rounds)] == [4, 4, 4, 4]
+            steps = [len(played.rows) for played in rounds[4:]]
+            assert set(steps) == {16}
+    assert seconds[0] < 0.95 * seconds[1]
+    # Many prompts run beside the steps of the row, whose caller would otherwise wait too long.
+    calls = [Arrival(0, 9, 30, streams=False), *(Arrival(0.05, 900, 3, streams=False) for _ in range(8))]
+    rounds = Replay(calls).run()
+    beside = [played for played in rounds if played.schedule.steps_between_prompts]
+    assert 0 in beside[0].rows
+    assert 4 < sum(bool(played.prompts) for played in beside) < sum(bool(played.prompts) for played in rounds)
 
 
 def test_wide_prompts_join_one_round_later() -> None:

@@ -247,8 +247,8 @@ def test_fewer_rows_use_the_larger_cache_again() -> None:
     assert len(decoded.steps._caches[8].steps) == recorded
 
 
-STANDING = {"tokens_needed": 9, "adapters": None, "priority": 0, "decodes": False, "given_up": False, "update": None}
-STANDING |= {"is_suspect": False, "needs_solitude": False}
+STANDING = {"prompt_tokens": 3, "tokens_needed": 9, "priority": 0, "adapters": None, "update": None}
+STANDING |= dict.fromkeys(("decodes", "streams", "given_up", "is_suspect", "needs_solitude"), False)
 
 
 def test_full_device_gets_shorter_passes_first(caplog: pytest.LogCaptureFixture) -> None:
