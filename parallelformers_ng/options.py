@@ -103,12 +103,15 @@ class BatchingOptions:
         waiting: most calls that wait while all rows are in use; a further call raises BatchingError.
         prefill_patience: approximate milliseconds that decoding rows wait for one prefill step of new prompts. Short
             prompts run together; a longer prompt runs in chunks (chunked prefill). The measured speed of earlier
-            prompts decides the length of a chunk. If no row runs, a call waits at most half as long, so that calls
-            from other threads can start in the same batch.
+            prompts decides the length of a chunk. A call that waits for its whole answer, without a streamer or stop
+            strings, waits longer: for up to four wide passes of prompts. If no row runs, a call waits at most half of
+            the patience, so that calls from other threads can start in the same batch.
         prefix_tokens: tokens whose keys and values are kept from recent sequences, for prompts that begin with the
             same tokens; 0 keeps no keys and values.
-        cache_tokens: most tokens in the caches of all rows, padding included; calls wait until their tokens fit. None:
-            the tokens that fit in half of the memory that is free when the first call runs.
+        cache_tokens: most tokens in the caches of all rows; calls wait until the tokens that they may need fit. On CPU
+            a row counts its own tokens. On devices, and in caches with sliding windows or states, every row counts the
+            tokens of the longest row. None: the tokens that fit in half of the memory that is free when the first call
+            runs.
         prompt_tokens, new_tokens: most prompt tokens and most new tokens of a call; a longer call raises
             BatchingError. None: no limit.
 

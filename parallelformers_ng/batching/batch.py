@@ -14,9 +14,9 @@ from collections.abc import Sized
 import torch
 
 from parallelformers_ng.batching.batch_proof import Trial
-from parallelformers_ng.batching.rounds import Round, RoundOutput
+from parallelformers_ng.batching.round_messages import Round, RoundOutput
+from parallelformers_ng.batching.scheduler import Scheduler
 from parallelformers_ng.batching.ticket import Ticket
-from parallelformers_ng.batching.token_budget import TokenBudget
 from parallelformers_ng.collectives.arena import available_memory
 from parallelformers_ng.cuda_graphs.modes import StaticSteps
 from parallelformers_ng.errors import BatchingError, GroupError, NotPortableError, WorkerError
@@ -27,8 +27,6 @@ from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 from parallelformers_ng.wire.frame import Flag, Frame
 
 log = logging.getLogger("parallelformers_ng")
-
-_LONGEST_PAUSE = 0.005
 
 
 class Batch:
@@ -41,8 +39,7 @@ class Batch:
 
     Attributes:
         steps: mode of the decode steps; None after the ranks have failed to record a step as a CUDA graph.
-        room: most tokens in the caches of all rows, padding included. Without a limit of the caller, it is infinite
-            until a round has measured the free memory.
+        scheduler: decides which calls join a round, and what the ranks run in it.
         is_due: lock that is held while a round is queued but has not begun.
     """
 
@@ -55,7 +52,7 @@ class Batch:
         has_answered: bool = True,
     ) -> None:
         self.group, self._has_answered = group, has_answered
-        self.room = options.cache_tokens or math.inf
+        self.scheduler = Scheduler(options, group.device)
         self._options, self._trial, self.steps = options, trial, steps
         self._numbers, self._batches = itertools.count(), itertools.count()
         self._batch = next(self._batches)
@@ -64,7 +61,6 @@ class Batch:
         self._waiting: dict[int, Ticket] = {}
         self._running: dict[int, Ticket] = {}
         self._max_rows, self._is_gathering = 0, False
-        self._budget = TokenBudget(options.prefill_patience / 1000, group.device)
         self.is_due = threading.Lock()
 
     @property
@@ -89,8 +85,8 @@ class Batch:
         """Wait until no other thread prepares a call. If calls came together before, also wait until no call has come
         for a quarter of a decode step, at most 5 ms."""
         was_shared, self._max_rows = self._max_rows > 1, 0
-        end = time.monotonic() + self._options.prefill_patience / 2000
-        pause, arrived = min(self._budget.step_seconds / 4, _LONGEST_PAUSE), 0
+        budget, arrived = self.scheduler.budget, 0
+        end, pause = time.monotonic() + budget.gather_seconds, budget.pause
         try:
             self._is_gathering = True
             time.sleep(0)  # lets other threads run, which may be about to begin calls of `generate`
@@ -112,42 +108,30 @@ class Batch:
         for number in leaves:
             del self._running[number]
         self._waiting = {number: ticket for number, ticket in self._waiting.items() if not ticket.given_up}
-        joins = self._admitted()
+        in_chunks = self._trial.in_chunks
+        schedule = self.scheduler.next_round(self._waiting, self._running, in_chunks)
+        joins = {number: self._waiting.pop(number) for number in schedule.admitted}
         for number, ticket in joins.items():
-            self._running[number] = self._waiting.pop(number)
+            self._running[number] = ticket
             ticket.runs = True
-            if ticket.call.adapters != self._adapters:  # the earlier adapters have no row any more
-                self._adapters, self._batch = ticket.call.adapters, next(self._batches)
+            if ticket.adapters != self._adapters:  # the earlier adapters have no row any more
+                self._adapters, self._batch = ticket.adapters, next(self._batches)
         self._max_rows = max(self._max_rows, len(self._running))
         if not self._running and not leaves:
             return None
-        limits = (self._budget.chunk, self._budget.widest, self._options.prefix_tokens)
-        limits = limits if self._trial.in_chunks else (0, 0, 0)
+        prefixes = self._options.prefix_tokens if in_chunks else 0
         calls = {number: (*ticket.parcel, ticket.call.seed) for number, ticket in joins.items()}
         may_record = self.steps is not None and self._has_answered
         positions = min((ticket.positions for ticket in self._running.values()), default=0) if may_record else 0
-        if positions and self.room is not math.inf:
-            positions = max(positions, int(self.room))  # without a CUDA graph, a step copies the whole cache
+        if positions and self.scheduler.room is not math.inf:
+            positions = max(positions, int(self.scheduler.room))  # without a CUDA graph, a step copies the whole cache
         rows, updates, now = self._options.rows, dict[int, tuple[bytes, int]](), time.monotonic()
         for number, ticket in self._running.items():
             ticket.round_began, ticket.round_ends = now, now + self.group.timeout
             update, ticket.update = ticket.update, None
             if update is not None:
                 updates[number] = update
-        return Round(self._batch, calls, leaves, *limits, self._budget.steps, self._adapters, positions, rows, updates)
-
-    def _admitted(self) -> dict[int, Ticket]:
-        rows, joins = [*self._running.values()], dict[int, Ticket]()
-        for number, ticket in self._waiting.items():
-            longest = max(row.call.tokens[1] for row in (*rows, ticket))
-            full = len(rows) >= self._options.rows or (rows and longest * (len(rows) + 1) > self.room)
-            full = full or any(row.needs_solitude or row.call.adapters != ticket.call.adapters for row in rows)
-            suspected = ticket.is_suspect and any(row.is_suspect for row in rows)
-            if full or suspected or (rows and ticket.needs_solitude):
-                break
-            joins[number] = ticket
-            rows.append(ticket)
-        return joins
+        return Round(self._batch, calls, leaves, schedule, prefixes, self._adapters, positions, rows, updates)
 
     def take(self, outputs: list[RoundOutput], order: Round, seconds: float) -> None:
         """Give each call the result of a round, adjust the next rounds to the measured speed, and queue the next round.
@@ -160,6 +144,8 @@ class Batch:
         changed = [self._running[number] for number in (*outputs[0].tokens, *outputs[0].failed)]
         for number, tokens in outputs[0].tokens.items():
             self._running[number].take(tokens)
+        for number in (*outputs[0].tokens, *outputs[0].late):
+            self._running[number].decodes = True
         for number in order.updates.keys() & self._running.keys():
             self._running[number].states.append(None)
         for rank, report in enumerate(outputs):
@@ -173,8 +159,8 @@ class Batch:
             self._has_answered = True
         for ticket in self._running.values():
             ticket.given_up = ticket.given_up or ticket.ended
-        self._measure(outputs)
-        self._budget.measure(order, outputs[0], seconds)
+        self.scheduler.learn_room(outputs, available_memory)
+        self.scheduler.budget.measure(order.schedule, outputs[0], seconds)
         if outputs[0].uncaptured and order.positions:
             self._without_graphs(outputs[0].uncaptured)
         self._go_on(changed)
@@ -187,14 +173,6 @@ class Batch:
             if ticket.has_output:
                 # Wake callers after the next request is sent: a caller that wakes up would delay this thread.
                 self.group.do_later(ticket.ring)
-
-    def _measure(self, outputs: list[RoundOutput]) -> None:
-        """Set `room` to the tokens that fit in half of the free memory, once, if the caller has set no limit."""
-        if self.room is not math.inf or not all(report.token_bytes for report in outputs):
-            return
-        device_tokens = [report.free_bytes // 2 // report.token_bytes for report in outputs if report.free_bytes]
-        host_tokens = available_memory() // 2 // sum(report.token_bytes for report in outputs)
-        self.room = min(device_tokens, default=host_tokens)
 
     def fail(self, error: BaseException, order: Round) -> None:
         """Restart or end all running calls after a round failed.
@@ -220,7 +198,7 @@ class Batch:
     def _use_less_memory(self, error: torch.OutOfMemoryError, order: Round) -> bool:
         """Shorten the chunks of prompts, or, if they are short already, use no more CUDA graphs. Return whether a
         repeated round needs less memory than `order`."""
-        if self._budget.use_less_memory():
+        if self.scheduler.budget.use_less_memory():
             return True
         if order.positions > 0:
             self._without_graphs(str(error).partition("\n")[0])

@@ -45,7 +45,12 @@ class GrowingRows:
         positions = self.mask.sum(-1, keepdim=True) - 1
         return self._model(**inputs_of(self._model, newest, positions, **arguments), return_dict=True)
 
+    def leave(self, places: list[int]) -> None:
+        """Free the memory of rows that have left. Their places see only the columns of later steps."""
+        if row_caches.empty_rows(self.cache, places):
+            self.mask[places] = 0
+
     def keep(self, places: list[int], columns: int) -> None:
-        """Copy the last `columns` columns of the batch slots `places` to new tensors, and drop the old ones."""
+        """Keep the last `columns` columns of the batch slots `places`, which become the first slots."""
         self.mask = self.mask[places, self.mask.shape[1] - columns :]
         row_caches.keep_rows(self.cache, places, columns)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from parallelformers_ng.batching.prefix_cache import PrefixCache
 from parallelformers_ng.batching.prepared import prepare
 from parallelformers_ng.batching.prompts import PrefillOutput, Prompts, is_causal, rows_of
+from parallelformers_ng.batching.round_messages import Round, RoundOutput
 from parallelformers_ng.batching.row import ENDED, FAILED, BatchRow
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.batching.slots import CapturedRows
@@ -24,55 +24,7 @@ from parallelformers_ng.generation.lockstep import OwnStream
 from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.runtime.failures import Description, describe
 from parallelformers_ng.sharding import look_ups
-from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 from parallelformers_ng.wire.message import parcel, unpack
-
-
-@dataclass
-class Round:
-    """The caller's instructions to the ranks for one round."""
-
-    batch: int  # number of the batch; ranks drop the rows of an earlier batch
-    # Number of a new row → `message.parcel` of its call of `generate`, and the seed of its random stream or None.
-    joins: dict[int, tuple[bytes, int, int | None]]
-    leaves: list[int]  # numbers of rows whose callers stopped waiting
-    chunk: int  # most prompt tokens in the round if rows wait for their next tokens; 0 for one whole prompt
-    # Most prompt tokens in the round if no row waits for its next token. Prompts of this length or longer run in one
-    # round and join in the next, because other rows would wait too long for both.
-    widest: int
-    prefixes: int  # most tokens in the prefix cache
-    steps: int  # number of decode steps; the round runs at most one while prompts wait
-    adapters: ActiveAdapters | None = None  # active adapters of all rows; None for a model without adapters
-    positions: int = 0  # most rows × tokens of a cache whose steps become CUDA graphs; 0 for no CUDA graphs
-    max_rows: int = 1  # most rows of the batch
-    # Number of a row → `message.parcel` of the changes that the caller's other threads made to its processors and
-    # criteria.
-    updates: dict[int, tuple[bytes, int]] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return f"round of batch {self.batch}: rows {[*self.joins]} join, {self.leaves} leave, {self.steps} steps"
-
-
-@dataclass
-class RoundOutput:
-    """One rank's report of a round."""
-
-    tokens: dict[int, list[int]] = field(default_factory=dict)  # number of a row → its new tokens
-    ended: list[int] = field(default_factory=list)  # numbers of rows that have ended without an error
-    # Number of a failed row → the error, or None if another rank raised the error. All ranks raise errors of
-    # arguments; only the rank that chooses the row's tokens raises errors of processors.
-    failed: dict[int, Description | None] = field(default_factory=dict)
-    # Number of a row → `message.parcel` of the new states of its processors and criteria; only from the rank that
-    # chooses the row's tokens.
-    states: dict[int, tuple[bytes, int]] = field(default_factory=dict)
-    prompt_tokens: int = 0  # number of prompt tokens that ran, padding included
-    # Number of the last prompt's first tokens that did not run in this round, because the cache had their keys and
-    # values.
-    prompt_begin: int = 0
-    prompt_seconds: float = 0.0  # seconds that this rank took to run the prompt tokens, or to join rows
-    token_bytes: int = 0  # bytes of one token's keys and values on this rank; 0 if no row runs
-    free_bytes: int = 0  # free bytes of the rank's CUDA device; 0 on CPU
-    uncaptured: str = ""  # reason why steps could not become CUDA graphs; "" without such a failure
 
 
 class RankBatch:
@@ -132,21 +84,21 @@ class RankBatch:
         def step() -> None:
             changed_rows.update(self._rows.run(1, order.positions, order.max_rows))
 
-        ran_beside, had_rows = False, len(self._rows) > 0
+        schedule, ran_beside = order.schedule, False
         if len(self._prompts) and not late:
             began = time.monotonic()
-            results = self._prompts.run(order.chunk, step) if had_rows else self._prompts.run(order.widest)
+            runs_beside = len(self._rows) and schedule.steps_between_prompts
+            results = self._prompts.run(schedule.max_tokens, step if runs_beside else None)
             output.prompt_tokens, output.prompt_seconds = self._prompts.latest, time.monotonic() - began
             output.prompt_begin, ran_beside = self._prompts.latest_begin, self._prompts.ran_beside
-            if had_rows and 0 < order.widest <= sum(prefill.mask.numel() for prefill in results):
-                self._late = results
+            if 0 < schedule.late_tokens <= sum(prefill.mask.numel() for prefill in results):
+                self._late, output.late = results, [row.number for row in rows_of(results)]
             elif results:
                 changed_rows.update(self._rows.join(results))
-        # While prompts wait, at most one step runs, because more rows will share the later steps.
-        steps = (int(had_rows) if len(self._prompts) else order.steps) - ran_beside
+        steps = (schedule.steps_between_prompts if len(self._prompts) else schedule.steps) - ran_beside
         changed_rows.update(self._rows.run(steps, order.positions, order.max_rows))
         output.uncaptured = self._captured.reason
-        output.token_bytes = self._rows.token_bytes
+        output.token_bytes, output.pads = self._rows.token_bytes, self._rows.pads
         if self._model.device.type == "cuda":
             output.free_bytes = torch.cuda.mem_get_info(self._model.device)[0]
             if not self._rows.is_ahead:  # while a step is in flight, `Newest.give` checks the token ids

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from parallelformers_ng.cuda_graphs.static_caches import EMPTY
 from parallelformers_ng.errors import BatchingError
-from parallelformers_ng.generation.in_place_cache import spread
+from parallelformers_ng.generation.in_place_cache import free_rows, keep_paged_rows, spread
 from parallelformers_ng.sharding.cache_names import CACHES
 
 _NAMES = (*CACHES, "state")
@@ -70,8 +70,9 @@ def keeps_windows(cache: Any) -> bool:
 
 
 def keep_rows(cache: Any, rows: list[int], columns: int) -> None:
-    """Keep only the given rows of a cache, in this order, and their last `columns` columns (token positions)."""
-    for item in _cache_tensors(cache):
+    """Keep only the given rows of a cache, in ascending order, and their last `columns` columns (token positions)."""
+    paged = [layer for layer in layers_of(cache) if keep_paged_rows(layer, rows, columns)]
+    for item in _cache_tensors(cache, paged):
         kept = item.tensor[rows]
         item.tensor = kept if item.aligned is None else kept[:, max(0, kept.shape[1] - columns) :]
     note_columns(cache, columns)
@@ -83,8 +84,10 @@ def put_rows(cache: Any, others: Any, rows: list[int], count: int, columns: int)
     for layer in layers_of(cache):
         if type(layer) is DynamicLayer and layer.is_initialized and layer.keys.ndim == 4:
             spread(layer, max(count, len(layer.keys)), columns)
+    paged = [vars(layer) for layer in layers_of(cache) if free_rows(layer, rows)]
     for ours, theirs in zip(_cache_tensors(cache), _cache_tensors(others), strict=True):
         old, new = ours.tensor, theirs.tensor
+        is_empty = any(ours.place is each for each in paged)
         wider = 0 if ours.aligned is None else max(0, new.shape[1] - old.shape[1])
         if wider or count > len(old):
             inner = [0, 0] * (old.ndim - 1) if ours.aligned is None else [*[0, 0] * (old.ndim - 2), wider, 0]
@@ -93,9 +96,16 @@ def put_rows(cache: Any, others: Any, rows: list[int], count: int, columns: int)
             if ours.aligned is None:
                 old[row] = states
             else:
-                old[row, : old.shape[1] - new.shape[1]] = 0
+                if not is_empty:
+                    old[row, : old.shape[1] - new.shape[1]] = 0
                 old[row, old.shape[1] - new.shape[1] :] = states
     note_columns(cache, columns)
+
+
+def empty_rows(cache: Any, rows: Collection[int]) -> bool:
+    """Free the memory of rows, whose keys and values become zeros. Return whether all layers could do that."""
+    freed = [free_rows(layer, [*rows]) for layer in layers_of(cache)]
+    return bool(freed) and all(freed)
 
 
 def align_ends(cache: Any, empty: list[int]) -> None:
@@ -127,9 +137,13 @@ def note_columns(cache: Any, columns: int) -> None:
             layer.cumulative_length = columns
 
 
-def _cache_tensors(cache: Any) -> Iterator[_CacheTensor]:
-    """Yield every tensor of a cache that has rows; raise BatchingError if rows cannot be added to a tensor."""
+def _cache_tensors(cache: Any, without: Sequence[Any] = ()) -> Iterator[_CacheTensor]:
+    """Yield every tensor of a cache that has rows, except those of some layers; raise BatchingError if rows cannot be
+    added to a tensor."""
+    skipped = {id(vars(layer)) for layer in without}
     for holder in _holders(cache):
+        if id(holder) in skipped:
+            continue
         for name, value in holder.items():
             if isinstance(value, torch.Tensor) and value.ndim > 1:
                 if name not in _ALIGNED:

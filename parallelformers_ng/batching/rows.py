@@ -41,12 +41,13 @@ class Rows:
 
     Attributes:
         token_bytes: bytes of the keys and values of one token; 0 without a row.
+        pads: whether every row takes the memory of the longest row. On CPU, keys and values of all tokens are in pages.
     """
 
     def __init__(
         self, model: Any, communicator: Communicator | None, prefixes: PrefixCache, captured: CapturedRows | None = None
     ) -> None:
-        self.token_bytes = 0
+        self.token_bytes, self.pads = 0, True
         self._model = model
         self._choice = Choice(communicator)
         self._prefixes = prefixes
@@ -89,6 +90,7 @@ class Rows:
             name = row_caches.name_in(prefill.rows[0].call.model_kwargs)
             self._places, self._store = [*prefill.rows], GrowingRows(self._model, name, prefill.cache, prefill.mask)
             self.token_bytes = row_caches.token_bytes(prefill.cache)
+            self.pads = self._model.device.type != "cpu" or not row_caches.keeps_all(prefill.cache)
         else:
             self._put(self._store, prefill)
         for row in prefill.rows:
@@ -193,7 +195,7 @@ class Rows:
             self._places[index] = None
         if not any(self._places):
             self._places, self._store, self._ahead, self.token_bytes = [], None, None, 0
-        elif isinstance(self._store, Slots):
+        elif self._store is not None and places:
             self._store.leave(places)
 
     def _ready(self, store: GrowingRows | Slots, positions: int, max_rows: int) -> GrowingRows | Slots:

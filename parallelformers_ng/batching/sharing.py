@@ -36,6 +36,7 @@ class SharedCall:
     endings: StoppingCriteriaList
     objects: ObjectState  # mutable parts of the call's processors and criteria
     adapters: ActiveAdapters | None = None  # active adapters of the call; None for a model without adapters
+    priority: int = 0  # calls with a lower number get rows first
 
     @property
     def prompt(self) -> torch.Tensor:

@@ -18,6 +18,7 @@ from parallelformers_ng.runtime.failures import Description, rebuild
 from parallelformers_ng.runtime.group import LOOK_SECONDS
 from parallelformers_ng.runtime.inspection import reports_of
 from parallelformers_ng.runtime.limits import cancellation_of_thread
+from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 from parallelformers_ng.wire.message import parcel as packed
 from parallelformers_ng.wire.message import unpack
 
@@ -41,6 +42,7 @@ class Ticket:
         states: pickled changes of the call's processors and criteria; None says that the ranks have applied `update`.
         update: pickled changes of these objects by other threads, to be sent with the next round; or None.
         runs: whether the call has a row of the batch.
+        decodes: whether the ranks have run the prompt, so that the row waits for its next token.
         ended: whether no further token will come.
         error: error that ended the call: an exception, or the number of a rank and its description of an exception.
         lost: whether the group ended before the ranks received the call, so that another group may run the call.
@@ -65,7 +67,7 @@ class Ticket:
         self.tokens: list[int] = []
         self.states: deque[tuple[bytes, int] | None] = deque()
         self.update: tuple[bytes, int] | None = None
-        self.runs = self.ended = self.lost = self.given_up = False
+        self.runs = self.decodes = self.ended = self.lost = self.given_up = False
         self.error: BaseException | tuple[int, Description] | None = None
         self.round_began = self.round_ends = 0.0
         self.failures = self.suspect = 0
@@ -73,6 +75,23 @@ class Ticket:
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     # -- in the thread of the group ------------------------------------------------------------------------------
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.call.tokens[0]
+
+    @property
+    def tokens_needed(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self.call.tokens[1]
+
+    @property
+    def adapters(self) -> ActiveAdapters | None:
+        return self.call.adapters
+
+    @property
+    def priority(self) -> int:
+        return self.call.priority
 
     @property
     def is_suspect(self) -> bool:
@@ -85,9 +104,14 @@ class Ticket:
         return self.failures > 1 and self.is_suspect
 
     @property
+    def streams(self) -> bool:
+        """Whether the caller's thread reads each token when it comes: for a streamer, or to find the end."""
+        return self._on_tokens is not None or bool(self.call.endings)
+
+    @property
     def has_output(self) -> bool:
         """Whether the caller's thread must wake up now. Its wake-ups slow the ranks, which run on the same cores."""
-        return self.ended or bool(self.states) or self._on_tokens is not None or bool(self.call.endings)
+        return self.ended or bool(self.states) or self.streams
 
     def take(self, tokens: list[int]) -> None:
         """Add tokens from the ranks. After a failed round, check that the repeated tokens are the same."""
@@ -116,7 +140,7 @@ class Ticket:
             return False
         self.suspect = len(self.tokens) + 1 if suspected else 0
         self._again = 0
-        self.runs = False
+        self.runs = self.decodes = False
         return True
 
     def ring(self) -> None:

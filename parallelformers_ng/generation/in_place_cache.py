@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from parallelformers_ng.generation.paged_memory import PagedRows
 from parallelformers_ng.generation.wrapping import wrap_once
 
 MIN_SPARE_TOKENS = 128
@@ -36,10 +37,11 @@ class _Room(NamedTuple):
     values: weakref.ref[Tensor]
     room: int
     rows: int
+    pages: tuple[PagedRows, PagedRows] | None  # memory of keys and of values, if it is paged
 
     @classmethod
-    def of(cls, layer: Any, room: int, rows: int) -> _Room:
-        return cls(id(layer), weakref.ref(layer.keys), weakref.ref(layer.values), room, rows)
+    def of(cls, layer: Any, room: int, rows: int, pages: tuple[PagedRows, PagedRows] | None = None) -> _Room:
+        return cls(id(layer), weakref.ref(layer.keys), weakref.ref(layer.values), room, rows, pages)
 
     def fits(self, layer: Any, end: int) -> bool:
         """Whether a layer may write tokens up to `end` (exclusive) into the memory of its keys and values."""
@@ -132,6 +134,7 @@ def extended_jointly(cache: DynamicCache, layers: Sequence[Any], tokens: int, li
         if not JointRoom.fits(layers, like, end):
             return None
         for layer in layers:
+            layer._room = None  # frees the memory of a batch whose last row runs on alone
             if not layer.is_initialized:
                 layer.lazy_initialization(like, like)
         room = _joint_rooms[cache] = JointRoom(layers, like, end)
@@ -185,7 +188,7 @@ def _keeping_room(crop: Any) -> Any:
         if own is None or begin is None or (layer.keys.data_ptr(), layer.values.data_ptr()) != begin:
             return
         if _has_sole_view(layer.keys) and _has_sole_view(layer.values):
-            layer._room = _Room.of(layer, own.room, own.rows)
+            layer._room = _Room.of(layer, own.room, own.rows, own.pages)
 
     return cropped
 
@@ -238,14 +241,18 @@ def extended(
     key_like, value_like = keys if key_like is None else key_like, values if value_like is None else value_like
     end = (keys.shape[-2] if keys.numel() else 0) + tokens
     own: _Room | None = getattr(layer, "_room", None)
+    if own is not None and own.pages is not None and own.fits(layer, 0) and not own.fits(layer, end):
+        own = _paged(layer, own.rows, end)  # all columns have been used
+        keys, values = layer.keys, layer.values
     if own is not None and own.fits(layer, end):
-        room, rows = own.room, own.rows
+        room, rows, pages = own.room, own.rows, own.pages
     else:
+        pages = None
         room = _with_spare(_expected(layer, end))
         rows = own.rows if own is not None and own.fits(layer, 0) else key_like.shape[0]
         keys, values = _moved(keys, key_like, rows, room), _moved(values, value_like, rows, room)
     layer.keys, layer.values = _reaching(keys, key_like, end), _reaching(values, value_like, end)
-    layer._room = _Room.of(layer, room, rows)
+    layer._room = _Room.of(layer, room, rows, pages)
     return layer.keys, layer.values
 
 
@@ -253,21 +260,63 @@ def spread(layer: Any, rows: int, columns: int) -> None:
     """Enlarge a layer of a KV cache to `rows` sequences and `columns` tokens. New sequences are zeros at the end, new
     tokens are zeros at the start of each sequence.
 
-    On CPU, memory for twice as many sequences is allocated, so that later sequences need no copy.
+    On CPU, the memory is in pages (`PagedRows`), so that later sequences and longer ones need no copy, and zeros take
+    no memory.
     """
-    own: _Room | None = getattr(layer, "_room", None)
     before, *_, tokens, _ = layer.keys.shape
-    if own is not None and own.fits(layer, columns) and rows <= own.rows and columns == tokens:
-        room, most = own.room, own.rows
-        layer.keys, layer.values = (
-            old.as_strided((rows, *old.shape[1:]), old.stride()) for old in (layer.keys, layer.values)
-        )
-        for states in (layer.keys, layer.values):
-            states[before:].zero_()
-    else:
-        room, most = columns + MIN_SPARE_TOKENS, rows * 2 if layer.keys.is_cpu else rows
-        layer.keys, layer.values = (_spread(old, most, room, rows, columns) for old in (layer.keys, layer.values))
-    layer._room = _Room.of(layer, room, most)
+    if (rows, columns) == (before, tokens):
+        return
+    room = _paged_room(layer)
+    if layer.keys.is_cpu and (room is None or not room.pages[0].fits(rows, columns - tokens)):
+        room = _paged(layer, 2 * rows, columns)
+    if room is not None and room.pages is not None:
+        for pages in room.pages:
+            pages.begin -= columns - tokens
+        _show(layer, room.pages, rows, columns)
+        return
+    layer.keys, layer.values = (_spread(old, rows, columns) for old in (layer.keys, layer.values))
+    layer._room = _Room.of(layer, columns + MIN_SPARE_TOKENS, rows)
+
+
+def free_rows(layer: Any, rows: Sequence[int]) -> bool:
+    """Make sequences of a layer zeros without memory. Return False, and do nothing, if its memory is not in pages."""
+    room = _paged_room(layer)
+    for pages in () if room is None else room.pages:
+        pages.free(rows)
+    return room is not None
+
+
+def keep_paged_rows(layer: Any, rows: list[int], columns: int) -> bool:
+    """Keep some sequences of a layer, in ascending order, and their last `columns` tokens. Return False, and do
+    nothing, if the layer's memory is not in pages."""
+    room = _paged_room(layer)
+    if room is None:
+        return False
+    for pages in room.pages:
+        pages.keep(rows, len(layer.keys), columns, dropped=layer.keys.shape[2] - columns)
+    _show(layer, room.pages, len(rows), columns)
+    return True
+
+
+def _paged_room(layer: Any) -> Any:
+    room: _Room | None = getattr(layer, "_room", None)
+    return room if room is not None and room.pages is not None and room.fits(layer, 0) else None
+
+
+def _paged(layer: Any, rows: int, columns: int) -> _Room | None:
+    """Move a layer's keys and values to pages; do nothing and return None if the system gives no address space."""
+    count, _, tokens, _ = layer.keys.shape
+    try:
+        pages = PagedRows(layer.keys, rows, columns), PagedRows(layer.values, rows, columns)
+    except OSError:
+        return None
+    return _show(layer, pages, count, tokens)
+
+
+def _show(layer: Any, pages: tuple[PagedRows, PagedRows], rows: int, columns: int) -> _Room:
+    layer.keys, layer.values = (each.view(rows, columns) for each in pages)
+    room = layer._room = _Room.of(layer, pages[0].room - pages[0].begin, pages[0].rows, pages)
+    return room
 
 
 def _follows(old: Tensor, new: Tensor) -> bool:
@@ -284,14 +333,12 @@ def _moved(old: Tensor, new: Tensor, rows: int, room: int) -> Tensor:
     return roomy.narrow(-2, 0, old.shape[-2]).copy_(old) if old.numel() else roomy
 
 
-def _spread(old: Tensor, most: int, room: int, rows: int, columns: int) -> Tensor:
-    """Return a view `[rows, heads, columns, width]` of memory with room for `most` sequences of `room` tokens. The view
-    has the old sequences first and the old tokens last; the rest is 0."""
+def _spread(old: Tensor, rows: int, columns: int) -> Tensor:
+    """Return a view `[rows, heads, columns, width]` of memory with spare tokens. The view has the old sequences first
+    and the old tokens last; the rest is 0."""
     batch, heads, tokens, width = old.shape
-    spread = old.new_empty((most, heads, room, width))[:rows, :, :columns]
+    spread = old.new_zeros((rows, heads, columns + MIN_SPARE_TOKENS, width))[:, :, :columns]
     spread[:batch, :, columns - tokens :] = old
-    spread[:batch, :, : columns - tokens] = 0
-    spread[batch:] = 0
     return spread
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from transformers.cache_utils import Cache
 
-from parallelformers_ng.errors import GroupError, NotPortableError, WorkerError
+from parallelformers_ng.errors import GroupError, NotPortableError, ParallelError, WorkerError
 from parallelformers_ng.generation.caches import PLAIN, map_caches, map_handles
 from parallelformers_ng.generation.call_arguments import roots_of, stateful_arguments, tensors_of
 from parallelformers_ng.generation.object_messages import TAKEN
@@ -35,6 +35,7 @@ class CallOptions:
         seed: 64-bit seed of the call's random numbers; None uses the stream of the model or the caller's generator.
         timeout: maximum duration of the call in seconds; None uses the group's timeout.
         streamer: streamer that receives each token when it is chosen; None for no streaming.
+        priority: whole number; among the calls that wait for a row of the batch, a lower number goes first. None is 0.
         not_captured: function that receives the reason if decode steps cannot become CUDA graphs; with None, no decode
             step of the call is captured.
         unsure: whether the ranks must compare their results; see `Call`.
@@ -43,8 +44,13 @@ class CallOptions:
     seed: int | None = None
     timeout: float | None = None
     streamer: Any = None
+    priority: int | None = None
     not_captured: Callable[[str], object] | None = None
     unsure: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.priority) not in (int, type(None)):
+            raise ParallelError(f"priority is {self.priority!r}; it takes a whole number, and lower numbers go first")
 
 
 def may_be_hooked(hooks: HookRegistry) -> bool:

@@ -105,7 +105,7 @@ def _is_lazy(function: Callable) -> bool:
     return any(kind(function) for kind in kinds)
 
 
-OPTIONS = ("seed", "timeout", "streamer")
+OPTIONS = ("seed", "timeout", "streamer", "priority")
 """Arguments that every call of `generate` takes, unless the `generate` of the model's class takes them itself."""
 
 

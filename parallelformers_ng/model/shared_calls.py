@@ -63,6 +63,7 @@ class SharedCalls:
         if isinstance(call, str):
             return call
         call.adapters = None if self._adapters is None else self._adapters.active()
+        call.priority = options.priority or 0
         if time.monotonic() >= end:
             raise DeadlineExpiredError("'generate' was not sent: its deadline has passed")
         if not self._places.acquire(blocking=False):
@@ -130,7 +131,7 @@ class SharedCalls:
         limits = {
             "prompt_tokens": ("has a prompt of", prompt, self._options.prompt_tokens),
             "new_tokens": ("asks for", tokens - prompt, self._options.new_tokens),
-            "cache_tokens": ("may need", tokens, self.batch.room),
+            "cache_tokens": ("may need", tokens, self.batch.scheduler.room),
         }
         for name, (what, count, most) in limits.items():
             if most is not None and count > most:

@@ -43,6 +43,7 @@ class GenerationJob:
     model: str | None  # name of the model or adapter that answers; None for the model
     settings: dict[str, Any]  # attributes to change in the model's `GenerationConfig`; always has `max_new_tokens`
     seed: int
+    priority: int  # answers with a lower number get rows of the batch first
     processors: list[Any]  # logits processors, in the order in which they run
     recorder: Recorder | None  # the item of `processors` that records log-probabilities, if any
     min_tokens: int  # stop strings in the first `min_tokens` tokens do not end the answer
@@ -134,6 +135,7 @@ class Engine:
             "attention_mask": torch.ones_like(ids),
             "generation_config": self._config(job),
             "seed": job.seed,
+            "priority": job.priority,
             "timeout": self.options.timeout + _CANCEL_SECONDS,
             **self._adapter(job.model),
             **job.prompt.inputs,

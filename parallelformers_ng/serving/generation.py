@@ -176,6 +176,7 @@ class Generation:
                     settings=settings,
                     # The `n` answers to a prompt need different seeds, and an equal request must get equal seeds.
                     seed=(seed + number) % (1 << 63),
+                    priority=request.priority,
                     processors=[each for each in (penalties, recorder, form) if each is not None],
                     recorder=recorder,
                     min_tokens=request.min_tokens,

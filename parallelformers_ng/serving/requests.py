@@ -78,6 +78,7 @@ class Sampling(ApiRequest):
     min_tokens: Annotated[int, Field(ge=0, le=1 << 31)] = 0
     ignore_eos: bool = False
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    priority: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] = 0
     stream: bool | None = None
 
     @property

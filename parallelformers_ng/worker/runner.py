@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
-from parallelformers_ng.batching.rounds import RankBatch, Round, RoundOutput
+from parallelformers_ng.batching.round_messages import Round, RoundOutput
+from parallelformers_ng.batching.rounds import RankBatch
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.cuda_graphs.captured import CapturedSteps

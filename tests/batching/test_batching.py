@@ -30,11 +30,13 @@ from parallelformers_ng import (
 )
 from parallelformers_ng.batching import batch_proof as proof
 from parallelformers_ng.batching import prompts as prompts_of_a_batch
+from parallelformers_ng.batching import scheduler
 from parallelformers_ng.batching.batch import Batch
 from parallelformers_ng.batching.prefix_cache import PrefixCache
 from parallelformers_ng.batching.prepared import prepare
 from parallelformers_ng.batching.prompts import Prompts
-from parallelformers_ng.batching.rounds import RankBatch, Round
+from parallelformers_ng.batching.round_messages import Round, Schedule
+from parallelformers_ng.batching.rounds import RankBatch
 from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.batching.sharing import shared_call
@@ -438,6 +440,36 @@ def test_calls_wait_for_room_in_the_caches(groups):
     assert max(most) == 2
 
 
+def test_urgent_calls_get_rows_first(groups):
+    """Four calls wait for one row. They get it in the order of their priority, and each gets its own tokens."""
+    numbers, options = (0, 4, -2, 1), {"max_new_tokens": 5, "do_sample": False}
+    with parallelize(gpt2(), workers=groups(2), batching={"rows": 1}) as model, ThreadPoolExecutor(4) as pool:
+        (shared,), order = remote_of(model).calls.shared.values(), list[int]()
+        batch, next_round = shared.batch, shared.batch.scheduler.next_round
+
+        def decided(waiting: Any, running: Any, in_chunks: bool) -> Schedule:
+            end = time.monotonic() + PROMPTLY
+            while not order and len(waiting) < len(numbers) and time.monotonic() < end:
+                time.sleep(0.001)
+                while batch._arrived:
+                    waiting[next(batch._numbers)] = batch._arrived.popleft()
+            schedule = next_round(waiting, running, in_chunks)
+            order.extend(waiting[number].priority for number in schedule.admitted)
+            return schedule
+
+        batch.scheduler.next_round = decided
+        prompts = [torch.tensor([[5, 6, 7 + number]]) for number in range(4)]
+        calls = [
+            pool.submit(model.generate, ids, priority=number, **options)
+            for ids, number in zip(prompts, numbers, strict=True)
+        ]
+        got = [call.result() for call in calls]
+        with pytest.raises(ParallelError, match=r"priority is 'high'; it takes a whole number, and lower numbers go"):
+            model.generate(prompts[0], priority="high", **options)
+    assert order == sorted(numbers)
+    assert all(torch.equal(ids, gpt2().generate(prompt, **options)) for ids, prompt in zip(got, prompts, strict=True))
+
+
 def forward_lengths(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that receives the number of tokens of each later forward."""
     lengths, forward = list[int](), model.forward
@@ -478,7 +510,7 @@ def test_common_prefix_runs_once(monkeypatch):
 def test_kept_prefix_serves_prompts_together(worth, forwards, monkeypatch):
     """Two prompts continue 30 kept tokens and one continues 20. All run from token 20 on, unless more than `worth` kept
     tokens would run again."""
-    monkeypatch.setattr(prompts_of_a_batch, "_WORTH_A_PASS", worth)
+    monkeypatch.setattr(scheduler, "_WORTH_A_PASS", worth)
     for model in (gpt2(), decoder("Llama")):
         prefixes, numbers = PrefixCache(200), torch.Generator().manual_seed(0)
         base, other = (torch.randint(5, 95, (1, 40), generator=numbers) for _ in range(2))
@@ -514,9 +546,10 @@ def test_long_prompt_joins_one_round_later(widest, rounds):
     want = [model.generate(ids, max_new_tokens=8, do_sample=False) for ids in prompts]
     calls = [({"input_ids": ids, "max_new_tokens": 8, "do_sample": False}, ObjectState(())) for ids in prompts]
     batch, tokens, seen = RankBatch(model, None, lambda: "no"), dict[int, list[int]](), list[list[int]]()
+    schedule = Schedule(max_tokens=64, late_tokens=widest)
     for number in range(12):
         joins = {number: (b"", 0, None)} if number < 2 else {}
-        order = Round(0, joins, [], chunk=64, widest=widest, prefixes=100, steps=1)
+        order = Round(0, joins, [], schedule, prefixes=100)
         output = batch.run(order, dict(enumerate(calls)))
         seen.append(sorted(row for row in output.tokens if row not in tokens or len(tokens[row]) < 8))
         for row, some in output.tokens.items():
@@ -526,7 +559,7 @@ def test_long_prompt_joins_one_round_later(widest, rounds):
     late = RankBatch(model, None, lambda: "no")  # a call that is given up after its last prompt token leaves
     for number, leaves in ((0, []), (1, []), (2, [1])):
         joins = {number: (b"", 0, None)} if number < 2 else {}
-        output = late.run(Round(0, joins, leaves, 64, 40, 100, steps=1), dict(enumerate(calls)))
+        output = late.run(Round(0, joins, leaves, Schedule(max_tokens=64, late_tokens=40), 100), dict(enumerate(calls)))
     assert [*output.tokens] == [0]
 
 
@@ -587,7 +620,7 @@ def test_rows_that_joined_hold_no_second_cache():
 @torch.inference_mode()
 def test_prompts_run_together_without_padding(limited, max_steps, passes, monkeypatch):
     """Four prompts fill a pass of 16 tokens, because only the last two, of one length, share a step."""
-    monkeypatch.setattr(prompts_of_a_batch, "_WORTH_A_STEP", 4)
+    monkeypatch.setattr(scheduler, "_WORTH_A_STEP", 4)
     monkeypatch.setattr(limited, "MAX_STEPS", max_steps)
     prompts, rows, want = waiting(2, 8, 3, 3)
     everyone, together = [*prompts], list[list[int]]()
@@ -714,7 +747,7 @@ def test_ranks_measure_their_prompts(groups: Any) -> None:
         ids = torch.arange(3, 33)[None]
         with ThreadPoolExecutor(3) as pool:
             list(pool.map(lambda _: model.generate(ids, max_new_tokens=9, do_sample=False), range(3)))
-        assert batch._budget._speed > 0, "no rank measured its prompts"
+        assert batch.scheduler.budget._speed > 0, "no rank measured its prompts"
 
 
 def test_call_during_the_end_is_lost() -> None:

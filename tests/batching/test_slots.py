@@ -247,33 +247,35 @@ def test_fewer_rows_use_the_larger_cache_again() -> None:
     assert len(decoded.steps._caches[8].steps) == recorded
 
 
+STANDING = {"prompt_tokens": 3, "tokens_needed": 9, "priority": 0, "adapters": None, "update": None}
+STANDING |= dict.fromkeys(("decodes", "streams", "given_up", "is_suspect", "needs_solitude"), False)
+
+
 def test_full_device_gets_shorter_passes_first(caplog: pytest.LogCaptureFixture) -> None:
     """A pass of many prompt tokens may have taken the memory. Only the next error ends the recordings."""
     group: Any = SimpleNamespace(submit=lambda request: None, do_later=lambda action: action(), device="cuda")
     batch = Batch(BatchingOptions(), SimpleNamespace(in_chunks=True), group, CAPTURED)  # type: ignore[arg-type]
     error = torch.OutOfMemoryError("CUDA out of memory")
     error.__class__ = type("OutOfMemory", (torch.OutOfMemoryError, WorkerError), {})
-    call = SimpleNamespace(tokens=(3, 9), adapters=None, seed=None)
+    call = SimpleNamespace(seed=None)
     again: list[bool] = []
 
     def begin_again(error: BaseException, suspected: bool) -> bool:
         again.append(suspected)
         return True
 
-    ticket: Any = SimpleNamespace(
-        call=call, given_up=False, update=None, is_suspect=False, needs_solitude=False, has_output=False
-    )
+    ticket: Any = SimpleNamespace(**STANDING, call=call, has_output=False)
     ticket.parcel, ticket.positions, ticket.begin_again = (b"", 0), MAX_POSITIONS, begin_again
     batch.add(ticket, ())
     seen = []
     for _ in range(2):
         order = batch.next_round()
         assert order is not None
-        seen.append((order.widest, order.positions > 0))
+        seen.append((order.schedule.max_tokens, order.positions > 0))
         batch.fail(error, order)
     order = batch.next_round()
     assert order is not None
-    assert [*seen, (order.widest, order.positions > 0)] == [(4096, True), (1024, True), (1024, False)]
+    assert [*seen, (order.schedule.max_tokens, order.positions > 0)] == [(4096, True), (1024, True), (1024, False)]
     assert caplog.messages == ["calls that are decoded together run without CUDA graphs: CUDA out of memory"]
     assert again == [False, False]
 
@@ -284,8 +286,7 @@ def test_measured_memory_bounds_recorded_steps() -> None:
     trial: Any = SimpleNamespace(in_chunks=False)
     for tokens, positions in ((1000, MAX_POSITIONS), (50_000, 50_000), (None, MAX_POSITIONS)):
         batch = Batch(BatchingOptions(cache_tokens=tokens), trial, group, CAPTURED)
-        call = SimpleNamespace(tokens=(3, 9), adapters=None, seed=None)
-        ticket: Any = SimpleNamespace(call=call, given_up=False, update=None, is_suspect=False, needs_solitude=False)
+        ticket: Any = SimpleNamespace(**STANDING, call=SimpleNamespace(seed=None))
         ticket.parcel, ticket.positions = (b"", 0), MAX_POSITIONS
         batch.add(ticket, ())
         order = batch.next_round()

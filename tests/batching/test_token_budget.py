@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from parallelformers_ng.batching.rounds import Round, RoundOutput
-from parallelformers_ng.batching.token_budget import TokenBudget
+from parallelformers_ng.batching.round_messages import RoundOutput, Schedule
+from parallelformers_ng.batching.scheduler import TokenBudget
 
 STEP, PATIENCE = 0.06, 0.2
 
 
-def order(chunk: int) -> Round:
-    return Round(batch=0, joins={}, leaves=[], chunk=chunk, widest=1024, prefixes=0, steps=1)
+def order(chunk: int) -> Schedule:
+    return Schedule(chunk=chunk)
 
 
 def measured(device: str = "cpu") -> TokenBudget:

@@ -16,7 +16,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from parallelformers_ng import parallelize
-from parallelformers_ng.batching import token_budget
+from parallelformers_ng.batching import scheduler
 from parallelformers_ng.batching.penalties import Penalties
 from parallelformers_ng.batching.ticket import Ticket
 from parallelformers_ng.errors import RequestCancelledError, WorkerDiedError
@@ -134,7 +134,7 @@ def test_step_of_16_rows_copies_and_waits_once(more: Any, ranks: int, pretended_
 def test_rows_end_after_the_next_step_was_launched(pretended_one: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row ends at a token of its own, so the launched step has computed one more token for it. Later calls begin
     with the sequences, whose keys and values are kept."""
-    monkeypatch.setattr(token_budget, "_ROUND_SECONDS", 9.0)  # rounds of several steps, also on a slow machine
+    monkeypatch.setattr(scheduler, "_ROUND_SECONDS", 9.0)  # rounds of several steps, also on a slow machine
     specs, whole = [*long_calls(30)[:3], *long_calls(7)[3:4]], small()
     for number, call in enumerate(specs[:3]):
         new = whole.generate(**call)[0, call["input_ids"].shape[1] :].tolist()

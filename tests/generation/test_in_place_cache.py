@@ -156,7 +156,7 @@ def test_more_sequences_need_no_copy() -> None:
         assert torch.equal(layer.keys[:2, :, 2:], states)
         assert not layer.keys[:2, :, :2].any()
         assert not layer.keys[2:].any()
-        memory = layer.keys.data_ptr()
+        memory, place = layer.keys.data_ptr(), layer.keys.untyped_storage().data_ptr()
         spread(layer, 6, 9)
         new = torch.randn(6, 3, 1, 8)
         layer.update(new, new)
@@ -164,7 +164,12 @@ def test_more_sequences_need_no_copy() -> None:
         assert torch.equal(layer.keys[:, :, -1:], new)
         assert torch.equal(layer.values[:2, :, 2:9], states)
         assert not layer.values[3:, :, :9].any()
-        spread(layer, 7, 10)
-        assert layer.keys.data_ptr() != memory, "the memory has room for six sequences"
+        spread(layer, 7, 12)
+        assert torch.equal(layer.values[:2, :, 4:11], states)
+        assert not layer.values[:, :, :2].any()
+        assert layer.keys.untyped_storage().data_ptr() == place
+        spread(layer, 17, 12)
+        assert layer.keys.untyped_storage().data_ptr() != place, "the memory has room for 16 sequences"
+        assert torch.equal(layer.values[:2, :, 4:11], states)
     finally:
         DynamicLayer.update, DynamicLayer.crop, DynamicCache.crop = CONCATENATE, CROP, CROP_ALL

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from parallelformers_ng.batching import token_budget
+from parallelformers_ng.batching import scheduler
 from parallelformers_ng.model.remote_module import remote_of
 
 
@@ -27,5 +27,5 @@ def rows_of_each_round(model: Any) -> list[int]:
 
 def use_short_pieces(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """Make batches run at most `tokens` prompt tokens in a round, whatever the speed of the ranks is."""
-    monkeypatch.setattr(token_budget, "_FIRST_CHUNK", tokens)
-    monkeypatch.setattr(token_budget, "_WIDEST_CHUNK", {"cpu": tokens, "cuda": tokens})
+    monkeypatch.setattr(scheduler, "_FIRST_CHUNK", tokens)
+    monkeypatch.setattr(scheduler, "_WIDEST_CHUNK", {"cpu": tokens, "cuda": tokens})

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import cache_utils
 from transformers.cache_utils import Cache
 
-from parallelformers_ng.batching.rounds import Round, RoundOutput
+from parallelformers_ng.batching.round_messages import Round, RoundOutput
 from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.collectives import small_sums
@@ -109,7 +109,7 @@ class PretendedRunner(ModelRunner):
         before = totals(ledger.entries)
         output = super().decode_rows(requested)
         if len(output.tokens) and not (requested.joins or requested.leaves or output.ended):
-            _rounds.append((requested.steps, dict(totals(ledger.entries) - before)))
+            _rounds.append((requested.schedule.steps, dict(totals(ledger.entries) - before)))
         _check()
         return output
 

@@ -189,6 +189,14 @@ def test_a_harmless_field_changes_nothing(http, model, route, name):
         assert told[0] == told[1]
 
 
+def test_priority_reaches_the_batch(http, model):
+    for route in (CHAT, COMPLETIONS, RESPONSES):
+        for value, priority in ((-3, -3), (None, 0)):
+            assert http.post(route, json={**BODIES[route], "priority": value}).status_code == 200
+            assert model.calls[-1]["priority"] == priority
+        assert http.post(route, json={**BODIES[route], "priority": 0.5}).json()["error"]["param"] == "priority"
+
+
 def test_a_penalty_of_nothing_is_no_penalty(http, model):
     for value in ({"presence_penalty": 0.0}, {"frequency_penalty": 0}, {"logit_bias": {}}):
         assert http.post(COMPLETIONS, json={**BODIES[COMPLETIONS], **value}).status_code == 200
