@@ -174,7 +174,7 @@ class OtherAfterPickling(StoppingCriteria):
         return torch.tensor([False])
 
 
-def test_streamer_gets_the_prompt_once_if_ranks_refuse_the_call(groups, caplog):
+def test_refused_call_streams_its_prompt_once(groups, caplog):
     prompt = torch.tensor([[5, 6, 7]])
     local, remote = Pieces(), Pieces()
     gpt2().generate(prompt, streamer=local, max_new_tokens=4, do_sample=False)

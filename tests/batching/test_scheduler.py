@@ -126,7 +126,7 @@ def prompts_of(rounds: list[Played]) -> list[list[tuple[int, int, int]]]:
     return [played.prompts for played in rounds if played.prompts]
 
 
-def test_first_calls_run_in_one_pass_and_then_decode() -> None:
+def test_first_calls_run_in_one_pass() -> None:
     """Three calls come at once. Their prompts fill one pass, and all rows decode several steps a round."""
     rounds = Replay([Arrival(0, 30, 4), Arrival(0, 200, 9), Arrival(0, 40, 4)]).run()
     assert prompts_of(rounds) == [[(0, 0, 30), (1, 0, 200), (2, 0, 40)]]

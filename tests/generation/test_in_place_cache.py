@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from parallelformers_ng.generation.in_place_cache import MIN_SPARE_TOKENS, append_in_place, expect, spread
 
-CONCATENATE, CROP, CROP_ALL = DynamicLayer.update, DynamicLayer.crop, DynamicCache.crop
+CONCATENATE, CROP = DynamicLayer.update, DynamicLayer.crop
 
 
 @pytest.fixture
@@ -21,7 +21,12 @@ def grow() -> Iterator[Callable[..., object]]:
     append_in_place()
     assert DynamicLayer.update.__wrapped__ is CONCATENATE
     yield DynamicLayer.update
-    DynamicLayer.update, DynamicLayer.crop, DynamicCache.crop = CONCATENATE, CROP, CROP_ALL
+    _restore()
+
+
+def _restore() -> None:
+    DynamicLayer.update, DynamicLayer.crop = CONCATENATE, CROP
+    del DynamicCache.crop  # transformers has the method in a base class
 
 
 class Pair:
@@ -172,4 +177,4 @@ def test_more_sequences_need_no_copy() -> None:
         assert layer.keys.untyped_storage().data_ptr() != place, "the memory has room for 16 sequences"
         assert torch.equal(layer.values[:2, :, 4:11], states)
     finally:
-        DynamicLayer.update, DynamicLayer.crop, DynamicCache.crop = CONCATENATE, CROP, CROP_ALL
+        _restore()

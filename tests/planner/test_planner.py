@@ -77,7 +77,7 @@ def test_decoding_is_as_fast_as_gpt_fast_measured(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_table_of_measured_steps_has_the_planners_own_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_steps_have_the_planners_own_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the measured figures would scale a forecast that the planner no longer makes."""
     monkeypatch.setattr(measured, "MEASURED", [])
     model = on_meta(LlamaConfig(**LLAMA_3_8B))
@@ -312,9 +312,9 @@ def test_the_command_prints_a_table_and_json(tmp_path: Any, capsys: pytest.Captu
     ("flags", "message"),
     [
         (["--batch", "2"], "--batch is for a forecast; add --device"),
-        (["--device", "h100", "--ratio", "1,3"], "--ratio is for a plan, but --device makes a forecast"),
-        (["--device", "h100", "--tensor", "2"], "--tensor is for a plan, but --device makes a forecast"),
-        (["--device", "h100", "--strategy", "pipeline"], "--strategy is for a plan, but --device makes a forecast"),
+        (["--device", "h100", "--ratio", "1,3"], "--ratio is for a plan; leave it out for a forecast"),
+        (["--device", "h100", "--tensor", "2"], "--tensor is for a plan; leave it out for a forecast"),
+        (["--device", "h100", "--strategy", "pipeline"], "--strategy is for a plan; leave it out for a forecast"),
     ],
 )
 def test_flags_without_a_meaning_are_refused(
