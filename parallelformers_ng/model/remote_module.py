@@ -1,5 +1,4 @@
-"""Defines the modules of a parallelized model in the caller's process; the workers have the weights and run the
-methods.
+"""Defines the modules of a parallelized model in the caller's process; workers have the weights and run the methods.
 
 Each module stays the same object in the same place; its class becomes a subclass of `RemoteModule` and of its former
 class. Modules without weights also compute in the caller's process, see `remote_tree.PlainPart`.
@@ -39,9 +38,9 @@ class Remote:
     """Connects a module of a parallelized model to the workers.
 
     Attributes:
-        parts: for the model itself, its remote submodules; otherwise empty.
-        plain_parts: for the model itself, its submodules that also compute in the caller's process; otherwise empty.
-        around: for the model itself, peft's wrappers of the model; otherwise empty.
+        parts: of the model itself, its remote submodules; otherwise empty.
+        plain_parts: of the model itself, its submodules that also compute in the caller's process; otherwise empty.
+        around: of the model itself, peft's wrappers of the model; otherwise empty.
         here: names of attributes that only this process has.
         tables: original parameters, buffers and children of the module, which `unlock` restores.
     """
@@ -83,8 +82,7 @@ class Remote:
         return "cut=(" + ": ".join(kinds) + ")" if kinds else ""
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of the module on the workers and return its result. A backward pass of the result raises
-        ParallelError."""
+        """Run a method of the module on the workers. A backward pass of the result raises ParallelError."""
         if self.alone is Alone.PART:
             raise ParallelError(part_refusal(self.path))
         options = CallOptions(unsure=self.alone is Alone.UNSURE)
