@@ -86,7 +86,8 @@ def prove(model: PreTrainedModel, base: Selection, world_size: int, parts: tuple
 def prove_live_code(
     model: PreTrainedModel, selection: Selection, world_size: int, parts: Sequence[float] = ()
 ) -> Selection:
-    """Check on a twin whether policies may shard modules with foreign code: sharded and whole outputs must match."""
+    """Return `selection`, marked as proven if sharded modules with foreign code give the outputs of whole modules on a
+    small copy of the model."""
     proven = replace(selection, proven=True)
     any_precision = QuantizeOptions(dequantize=True)  # the plan, not the proof, refuses to dequantize
     uncut = build_plan(model, world_size, selection, parts=parts, quantize=any_precision).uncut

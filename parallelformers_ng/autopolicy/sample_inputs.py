@@ -163,7 +163,7 @@ class SampleInputs:
         return self.randn(rows, channels, *((224, 224) if image == "wide" else self.image_size()))
 
     def placed_patches(self, rows: int) -> torch.Tensor:
-        """Return flattened patches `[rows, 16, 2 + values]` in `dtype`; each begins with its row and column, from 1."""
+        """Return flattened patches of images, `[rows, 16, 2 + values]`; each begins with its position in its image."""
         places = (_positions() + 1).to(self.dtype).expand(rows, -1, -1)
         return torch.cat([places, self.randn(rows, _SIDE**2, self.patch_width(3))], dim=-1)
 

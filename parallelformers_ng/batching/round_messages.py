@@ -69,7 +69,7 @@ class RoundOutput:
     # Number of the last prompt's first tokens that did not run in this round, because the cache had their keys and
     # values.
     prompt_begin: int = 0
-    prompt_seconds: float = 0.0  # seconds that this rank took to run the prompt tokens, or to join rows
+    prompt_seconds: float = 0.0  # seconds that this rank took to run prompt tokens, or to add new rows to the batch
     token_bytes: int = 0  # bytes of one token's keys and values on this rank; 0 if no row runs
     pads: bool = True  # whether every row takes the memory of the longest row
     free_bytes: int = 0  # free bytes of the rank's CUDA device; 0 on CPU

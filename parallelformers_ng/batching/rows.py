@@ -216,7 +216,7 @@ class Rows:
         return slots or store
 
     def _may_stay(self, positions: int) -> bool:
-        """Whether the rows may stay in their slots for another step."""
+        """Whether the batch's rows can keep their batch slots for another step."""
         is_wide = bucket_of(len(self)) * _MAX_EMPTY <= len(self._places)
         return isinstance(self._store, Slots) and positions > 0 and self._store.has_room and not is_wide
 

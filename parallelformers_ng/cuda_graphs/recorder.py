@@ -139,10 +139,10 @@ class StepArguments:
         return (*self._constants, *shapes, *kinds)
 
     def buffers(self, width: int) -> list[Tensor]:
-        """Return contiguous tensors for a CUDA graph, `[width, …]`, with the data types of the arguments.
+        """Return contiguous input tensors for a CUDA graph, `[width, …]`: copies of the call's tensor arguments.
 
-        Added rows are copies of the first row, because every row must have valid values. A tensor that cannot have more
-        rows keeps its shape.
+        Rows above those of the call are copies of the first row, because every row must have valid values. A tensor
+        without a batch dimension keeps its shape.
         """
         buffers = []
         for tensor in self.tensors:

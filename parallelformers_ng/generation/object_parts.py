@@ -42,7 +42,7 @@ class Names:
     """Global variables of a module that the user's code reads or assigns.
 
     Attributes:
-        anchor: the module, or one of its functions, whose globals ranks can find even if it is from `__main__`.
+        anchor: the module, or for `__main__`, which ranks cannot import, one of its functions.
         names: names of the variables, defined or not.
     """
 

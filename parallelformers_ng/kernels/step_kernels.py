@@ -85,7 +85,7 @@ class DeviceStack(LayersAsOne):
         theirs = output, *written()
         for mine, wanted, added in zip(ours, theirs, (output - hidden, *theirs[1:]), strict=True):
             self._note(_excess(mine, wanted, added))
-        self._note((counted != 1).float().max() * 2)  # 2 exceeds the limit 1 if not exactly one token was counted
+        self._note((counted != 1).float().max() * 2)  # above the limit of 1 unless each token was counted once
         return output
 
     def _note(self, excess: Tensor) -> None:

@@ -105,7 +105,7 @@ def replace_by_copies(places: Sequence[tuple[Stretch, MappedFile]]) -> None:
     memory: list[int] = []
     try:
         for stretch, _ in places:
-            # `reserve` gives the memory the same offset within a huge page, so that `mremap` can move huge pages.
+            # `reserve` gives the memory the offset of `start` within a huge page, so that `mremap` can move huge pages.
             memory.append(reserve(stretch.length, stretch.start))
             libc().madvise(memory[-1], stretch.length, _HUGEPAGE)  # the kernel sets up huge pages five times faster
         reads = [

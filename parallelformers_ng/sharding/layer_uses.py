@@ -95,7 +95,7 @@ def _reads(cls: type[nn.Module], names: frozenset[str]) -> bool:
 
 @cache
 def reads_attributes(code: types.CodeType, names: frozenset[str]) -> bool:
-    """Whether the source of code reads attributes of these names, apart from a weight's data type and device."""
+    """Whether the code reads an attribute with one of these names. `weight.dtype` and `weight.device` do not count."""
     if not names_in(code) & names:
         return False
     source = _source(code)

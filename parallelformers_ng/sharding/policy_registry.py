@@ -107,8 +107,8 @@ def check_custom(custom: CustomPolicies) -> tuple[type[Policy], ...]:
 def written_places(model: nn.Module, policies: Sequence[type[Policy]]) -> set[str]:
     """Return the paths of the blocks to which policies apply.
 
-    A block that is the model or contains a model is not covered as a whole; the result has its rules' paths instead,
-    each up to its first `*`.
+    If a block is or contains a whole model, its policy covers only parts of it. Then the result has the paths of the
+    policy's rules, cut before the first `*`, instead of the block's path.
     """
     places: set[str] = set()
     for path, module in model.named_modules():

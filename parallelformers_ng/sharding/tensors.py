@@ -42,7 +42,7 @@ def get_tensor(model: nn.Module, name: str, is_buffer: bool) -> torch.Tensor:
 
 
 def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor, is_buffer: bool) -> None:
-    """Set the parameter or buffer `name`, without a check of shape or data type. A tensor becomes an `nn.Parameter`."""
+    """Set a parameter or buffer without a check of shape and data type; a new parameter is an `nn.Parameter`."""
     owner, short = _owner(model, name)
     if not is_buffer and not isinstance(tensor, nn.Parameter):
         tensor = nn.Parameter(tensor, requires_grad=False)

@@ -93,9 +93,9 @@ class Packed:
     """A frame ready to be sent to one or more receivers. The sender must close it after sending.
 
     Attributes:
-        data: bytes of the frame; without the variable part if that is in a memfd.
+        data: bytes of the frame; if the part of variable length is in a memfd, only the fixed part.
         fds: descriptors to send, with the memfd as the last descriptor if there is a memfd.
-        memfds: descriptors of the frame's memfds, for tensors and for a variable part that is not in `data`.
+        memfds: those of `fds` that are memfds: of tensors, and of a part that is not in `data`.
     """
 
     data: bytes
