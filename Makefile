@@ -33,7 +33,7 @@ CUDA := .venv-cuda
 MODEL ?= examples/demo_model
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo train-demo test test-rest test-all page quality format bench gpu zoo ecosystem ecosystem-lock images docs dist dist-try clean cuda-build
+.PHONY: help setup demo train-demo test test-rest test-slow test-all page quality format bench gpu zoo ecosystem ecosystem-lock images docs dist dist-try clean cuda-build
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -71,9 +71,11 @@ QUICK = -m quick $$(sed -n 's|^\([a-z_/0-9]*[.py]*\).*|tests/\1|p' tests/quick.t
 test: setup ## run tests of every room, those of tests/quick.txt; or all of one folder but the slow ones (ROOM=wire, PYTEST_ARGS='-k plan -x')
 	@$(PYTEST) $(if $(ROOM),-m 'not slow' tests/$(ROOM),$(QUICK)) $(PYTEST_ARGS)
 
-# One run, because collecting all tests takes half a minute, and the tests share the groups of workers.
-test-rest: setup ## run what `make test` leaves: also servers, scripts that are killed, installations (PYTEST_ARGS="-m 'not quick and not slow'")
-	@$(PYTEST) -m 'not quick' $(PYTEST_ARGS)
+test-rest: setup ## run what `make test` leaves, but the slow tests
+	@$(PYTEST) -m 'not quick and not slow' $(PYTEST_ARGS)
+
+test-slow: setup ## run the slow tests: servers, scripts that are killed, installations
+	@$(PYTEST) -m slow $(PYTEST_ARGS)
 
 test-all: setup ## run all tests
 	@$(PYTEST) $(PYTEST_ARGS)

@@ -2,14 +2,18 @@
 goes on. Contributors meet `policies/` at the top of the tree; the link `parallelformers_ng/policies` makes it a part of
 the package."""
 
+import os
 from glob import glob
 
 from setuptools import Extension, find_packages, setup
 
+# A zip archive of the repository has a file instead of the link.
+is_linked = os.path.isdir("parallelformers_ng/policies")
 HEADERS = sorted(glob("parallelformers_ng/*/_*.h"))
 
 setup(
-    packages=find_packages(include=["parallelformers_ng*"]),
+    packages=find_packages(include=["parallelformers_ng*"]) + ([] if is_linked else ["parallelformers_ng.policies"]),
+    package_dir={} if is_linked else {"parallelformers_ng.policies": "policies"},
     ext_modules=[
         Extension(
             "parallelformers_ng.collectives._kernel",

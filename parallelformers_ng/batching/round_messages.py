@@ -70,6 +70,7 @@ class RoundOutput:
     # values.
     prompt_begin: int = 0
     prompt_seconds: float = 0.0  # seconds that this rank took to run prompt tokens, or to add new rows to the batch
+    steps: int = 0  # decode steps that ran after the prompts, with at least one row at their start
     token_bytes: int = 0  # bytes of one token's keys and values on this rank; 0 if no row runs
     pads: bool = True  # whether every row takes the memory of the longest row
     free_bytes: int = 0  # free bytes of the rank's CUDA device; 0 on CPU

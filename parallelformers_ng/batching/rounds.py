@@ -51,6 +51,14 @@ class RankBatch:
 
         If the forward pass fails, all rows of the batch are lost.
         """
+        try:
+            return self._run(order, calls)
+        except BaseException:
+            self._batch, self._late = -1, []  # frees the memory of the rows
+            del self._rows, self._prompts, self._prefixes
+            raise
+
+    def _run(self, order: Round, calls: Mapping[int, tuple[dict[str, Any], ObjectState] | Description]) -> RoundOutput:
         if order.batch != self._batch:
             self._batch, self._prefixes = order.batch, PrefixCache(order.prefixes)
             self._rows = Rows(self._model, self._communicator, self._prefixes, self._captured)
@@ -96,6 +104,7 @@ class RankBatch:
             elif results:
                 changed_rows.update(self._rows.join(results))
         steps = (schedule.steps_between_prompts if len(self._prompts) else schedule.steps) - ran_beside
+        output.steps = steps if len(self._rows) else 0
         changed_rows.update(self._rows.run(steps, order.positions, order.max_rows))
         output.uncaptured = self._captured.reason
         output.token_bytes, output.pads = self._rows.token_bytes, self._rows.pads

@@ -18,6 +18,7 @@ from parallelformers_ng.batching.slots import CapturedRows, Slots
 from parallelformers_ng.batching.whole_rows import whole_logits
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.cuda_graphs.static_caches import bucket_of
+from parallelformers_ng.generation.paged_memory import may_reserve
 
 _MAX_EMPTY = 4
 """If one in 4 rows or columns is empty, the batch drops the empty rows and columns, which copies all caches."""
@@ -90,7 +91,8 @@ class Rows:
             name = row_caches.name_in(prefill.rows[0].call.model_kwargs)
             self._places, self._store = [*prefill.rows], GrowingRows(self._model, name, prefill.cache, prefill.mask)
             self.token_bytes = row_caches.token_bytes(prefill.cache)
-            self.pads = self._model.device.type != "cpu" or not row_caches.keeps_all(prefill.cache)
+            is_paged = self._model.device.type == "cpu" and may_reserve() and row_caches.keeps_all(prefill.cache)
+            self.pads = not is_paged
         else:
             self._put(self._store, prefill)
         for row in prefill.rows:

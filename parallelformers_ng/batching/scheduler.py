@@ -22,6 +22,8 @@ _FEW_PASSES = 4
 """Rows whose callers wait for whole answers wait for so many widest passes of prompts."""
 _MAX_OVERTAKEN = 16
 """A waiting call that later calls of a higher priority have overtaken in so many rounds goes first."""
+_LAYERS_PER_PADDED = 4
+"""Memory of the caches of all layers, as a multiple of the most memory of a copy of one layer with padding."""
 _WORTH_A_PASS = 128
 """Number of prompt tokens that run in the fixed time of a forward pass. Prompts share a pass if that adds fewer tokens:
 padding, or cached tokens that run again."""
@@ -93,6 +95,7 @@ class Scheduler:
         self.room, self.pads = options.cache_tokens or math.inf, True
         self.budget = TokenBudget(options.prefill_patience / 1000, device)
         self._max_rows = options.rows
+        self._tokens_before = 0  # prompt tokens that have run while rows waited for their next token
         self._overtaken = Counter[int]()  # number of a waiting call → rounds in which later calls got rows before it
 
     def next_round(
@@ -107,8 +110,12 @@ class Scheduler:
         # Callers that wait for whole answers get them earlier if a few prompts run before the next step, because the
         # steps then serve more rows.
         prompt_tokens = sum(call.prompt_tokens for call in calls if not call.decodes)
-        are_few = prompt_tokens <= _FEW_PASSES * self.budget.widest
+        are_few = prompt_tokens + self._tokens_before <= _FEW_PASSES * self.budget.widest
         steps_first = any(call.decodes and (call.streams or not are_few) for call in calls)
+        waits = prompt_tokens and not steps_first and any(call.decodes for call in calls)
+        # The count goes on until no prompt is left, so that prompts that come one after another are few together.
+        self._tokens_before += min(prompt_tokens, self.budget.widest) if waits else 0
+        self._tokens_before *= prompt_tokens > 0
         chunk, widest = (self.budget.chunk, self.budget.widest) if in_chunks else (0, 0)
         return Schedule(
             admitted=admitted,
@@ -126,7 +133,9 @@ class Scheduler:
         for number in self._in_order(waiting) if len(rows) < self._max_rows else ():
             call = waiting[number]
             needed = [row.tokens_needed for row in (*rows, call)]
-            size = max(needed) * len(needed) if self.pads else sum(needed)
+            padded = max(needed) * len(needed)
+            # Without padding in the caches, torch's attention may still pad the keys and values of one layer.
+            size = padded if self.pads else max(sum(needed), padded // _LAYERS_PER_PADDED)
             is_full = len(rows) >= self._max_rows or (rows and size > self.room)
             is_alone = any(row.needs_solitude or row.adapters != call.adapters for row in rows)
             is_suspected = call.is_suspect and any(row.is_suspect for row in rows)
@@ -215,8 +224,8 @@ class TokenBudget:
             is_wide = output.prompt_tokens >= 2 * schedule.chunk
             self._speed = _careful(self._speed, speed * trend, 1.0 if is_wide else 1 / 2)
             self._latest_speed = speed
-        elif not output.prompt_tokens:
-            step = max((seconds - output.prompt_seconds) / schedule.steps, _MIN_SECONDS)
+        elif not output.prompt_tokens and output.steps:
+            step = max((seconds - output.prompt_seconds) / output.steps, _MIN_SECONDS)
             self.step_seconds = _careful(self.step_seconds, step, 1 / 8)  # one slow step must not lengthen the chunks
             self.steps = max(1, min(_MAX_STEPS, int(_ROUND_SECONDS / step)))
 

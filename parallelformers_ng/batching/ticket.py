@@ -183,10 +183,10 @@ class Ticket:
                     next_look = time.monotonic() + LOOK_SECONDS
                     if (update := self.call.objects.update()) is not None:
                         self.update = packed(update)
-                last = self._last_moment(end)
-                self._bell.get(timeout=min(max(last - time.monotonic(), 0.0), pause))
+                until = end if time.monotonic() < end else self._last_moment(end)
+                self._bell.get(timeout=min(max(until - time.monotonic(), 0.0), pause))
             except queue.Empty:
-                if time.monotonic() >= last:
+                if time.monotonic() >= self._last_moment(end):
                     raise self._late() from None
 
     def _last_moment(self, end: float) -> float:

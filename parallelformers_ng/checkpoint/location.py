@@ -198,7 +198,9 @@ def open_weights(location: Location) -> list[CheckpointFile]:
     if not file.endswith(".json"):
         return [open_file(file)]
     with reading_errors(f"{file} is damaged"):
-        weight_map = json.loads(Path(file).read_text("utf-8"))["weight_map"]
+        weight_map = json.loads(Path(file).read_text("utf-8")).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(f"{file} is damaged: it has no weight_map from names to files")
         if any(os.path.isabs(name) or ".." in Path(name).parts for name in weight_map.values()):
             raise CheckpointError(f"{file} is damaged: it names a file outside its directory")
     with reading_errors(f"a file that {file} names is missing"):

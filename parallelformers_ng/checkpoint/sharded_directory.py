@@ -89,7 +89,10 @@ def write_index(
         "files": {f.name: {"size": f.size, "header": f.header} for files in by_rank for f in files.values()},
         "tensors": tensors,
         "quantized": {
-            name: {"dtype": str(plan.tensors[name].dtype), "encoding": dataclasses.asdict(encoding)}
+            name: {
+                "dtype": str(plan.tensors[name].dtype).removeprefix("torch."),
+                "encoding": dataclasses.asdict(encoding),
+            }
             for name, encoding in plan.quantized.items()
         },
     }

@@ -7,8 +7,11 @@ in bfloat16). Rows of different lengths take the memory of their own tokens, and
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import math
 import mmap
+import resource
 from collections.abc import Iterable
 
 import torch
@@ -16,10 +19,21 @@ from torch import Tensor
 
 _NORESERVE = 0x4000  # MAP_NORESERVE: without it, the system may refuse address space that is larger than the memory
 _MIN_ROWS = 16
-_MIN_TOKENS = 1 << 14
+_MIN_TOKENS = max(1 << 14, mmap.PAGESIZE)
 """Least tokens of a row's address space: a multiple of a page's bytes, so that each head of a row begins a page."""
 _SPARE = 4
 """Address space for so many times the columns of the longest row. Half is before its end, for longer rows."""
+
+
+def may_reserve() -> bool:
+    """Whether the system lets a process reserve more address space than it will use."""
+    return _overcommits() and resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+
+
+@functools.cache
+def _overcommits() -> bool:
+    with open("/proc/sys/vm/overcommit_memory") as file:
+        return file.read().strip() != "2"
 
 
 class PagedRows:
@@ -43,6 +57,8 @@ class PagedRows:
     """
 
     def __init__(self, states: Tensor, rows: int, columns: int) -> None:
+        if not may_reserve():
+            raise OSError(errno.ENOMEM, "the system limits address space")
         count, heads, tokens, width = states.shape
         self.rows = max(rows, _MIN_ROWS)
         self.room = max(_MIN_TOKENS, 1 << (_SPARE * columns).bit_length())

@@ -114,15 +114,34 @@ INLINE void silu(Floats *g)
 
 #define DEFINE_LAYER(NAME, TYPE, LOAD)                                                                                \
     INLINE float rounded_##NAME(float value) { return load_##NAME(store_##NAME(value)); }                             \
-    /* Rotates x `[heads, width]` in place; the compiler vectorizes the inner loop. */                                \
-    INLINE void rotate_##NAME(TYPE *restrict x, const TYPE *cos, const TYPE *sin, size_t heads, size_t width)         \
+    /* Rotates x `[heads, width]` in place. */                                                                        \
+    INLINE void rotate_##NAME(TYPE *x, const TYPE *cos, const TYPE *sin, size_t heads, size_t width)                  \
     {                                                                                                                 \
-        for (const size_t half = width / 2; heads; heads--, x += width)                                               \
-            for (size_t i = 0, j = half; i < half; i++, j++) {                                                        \
-                const float a = load_##NAME(x[i]), b = load_##NAME(x[j]);                                             \
-                x[i] = store_##NAME(rounded_##NAME(a * load_##NAME(cos[i])) - rounded_##NAME(b * load_##NAME(sin[i])));\
-                x[j] = store_##NAME(rounded_##NAME(b * load_##NAME(cos[j])) + rounded_##NAME(a * load_##NAME(sin[j])));\
+        const size_t half = width / 2;                                                                                \
+        for (; heads; heads--, x += width) {                                                                          \
+            size_t i = 0, j = half;                                                                                   \
+            for (; i + LANES <= half; i += LANES, j += LANES) {                                                       \
+                Floats a, b, c, d, e, f;                                                                              \
+                LOAD(a, x + i);                                                                                       \
+                LOAD(b, x + j);                                                                                       \
+                LOAD(c, cos + i);                                                                                     \
+                LOAD(d, cos + j);                                                                                     \
+                LOAD(e, sin + i);                                                                                     \
+                LOAD(f, sin + j);                                                                                     \
+                c *= a, d *= b, e *= b, f *= a;                                                                       \
+                round_##NAME(&c), round_##NAME(&d), round_##NAME(&e), round_##NAME(&f);                               \
+                c -= e, d += f;                                                                                       \
+                store_vector_##NAME(&c, x + i);                                                                       \
+                store_vector_##NAME(&d, x + j);                                                                       \
             }                                                                                                         \
+            for (; i < half; i++, j++) {                                                                              \
+                float a = load_##NAME(x[i]), b = load_##NAME(x[j]);                                                   \
+                x[i] = store_##NAME(rounded_##NAME(a * load_##NAME(cos[i])) -                                         \
+                                    rounded_##NAME(b * load_##NAME(sin[i])));                                         \
+                x[j] = store_##NAME(rounded_##NAME(b * load_##NAME(cos[j])) +                                         \
+                                    rounded_##NAME(a * load_##NAME(sin[j])));                                         \
+            }                                                                                                         \
+        }                                                                                                             \
     }                                                                                                                 \
     CLONES static void positioned_##NAME(const AttentionHalf *is, TYPE *q, TYPE *k, const TYPE *v)                    \
     {                                                                                                                 \
@@ -171,16 +190,25 @@ INLINE void silu(Floats *g)
     }                                                                                                                 \
     CLONES static void add_##NAME(const TYPE *x, const TYPE *a, TYPE *r, size_t count)                                \
     {                                                                                                                 \
-        for (size_t i = 0; i < count; i++) r[i] = store_##NAME(load_##NAME(x[i]) + load_##NAME(a[i]));                \
+        Floats b, c;                                                                                                  \
+        size_t i = 0;                                                                                                 \
+        for (; i + LANES <= count; i += LANES) {                                                                      \
+            LOAD(b, x + i);                                                                                           \
+            LOAD(c, a + i);                                                                                           \
+            b += c;                                                                                                   \
+            store_vector_##NAME(&b, r + i);                                                                           \
+        }                                                                                                             \
+        for (; i < count; i++) r[i] = store_##NAME(load_##NAME(x[i]) + load_##NAME(a[i]));                            \
     }                                                                                                                 \
     INLINE void gate_##NAME(TYPE *g, const TYPE *u)                                                                   \
     {                                                                                                                 \
-        Floats a;                                                                                                     \
-        float gates[LANES];                                                                                           \
+        Floats a, b;                                                                                                  \
         LOAD(a, g);                                                                                                   \
+        LOAD(b, u);                                                                                                   \
         silu(&a);                                                                                                     \
-        memcpy(gates, &a, sizeof gates);                                                                              \
-        for (size_t i = 0; i < LANES; i++) g[i] = store_##NAME(rounded_##NAME(gates[i]) * load_##NAME(u[i]));         \
+        round_##NAME(&a);                                                                                             \
+        a *= b;                                                                                                       \
+        store_vector_##NAME(&a, g);                                                                                   \
     }                                                                                                                 \
     /* Computes g ← silu(g) ⊙ u. */                                                                                   \
     CLONES static void gated_##NAME(TYPE *g, const TYPE *u, size_t count)                                             \

@@ -146,7 +146,16 @@ enum { PASSING = 0, SECOND_LEVEL = 2 }; /* cache levels of a prefetch */
             float total = sum_lanes(&sum[0]);                                                                 \
             for (; i < width; i++) total += load_##NAME(x[i]) * load_##NAME(x[i]);                            \
             float scale = 1.0f / sqrtf(total / (float)width + epsilon);                                       \
-            for (i = 0; i < width; i++)                                                                       \
+            for (i = 0; i + LANES <= width; i += LANES) {                                                     \
+                Floats b;                                                                                     \
+                LOAD(a, x + i);                                                                               \
+                LOAD(b, w + i);                                                                               \
+                a *= scale;                                                                                   \
+                round_##NAME(&a);                                                                             \
+                b *= a;                                                                                       \
+                store_vector_##NAME(&b, y + i);                                                               \
+            }                                                                                                 \
+            for (; i < width; i++)                                                                            \
                 y[i] = store_##NAME(load_##NAME(w[i]) * load_##NAME(store_##NAME(load_##NAME(x[i]) * scale)));\
         }                                                                                                     \
     }

@@ -12,7 +12,7 @@
 #define CLONES CLONES_FOR("avx512f", "avx2")
 
 /* Since version 11, GCC has had the instructions for bf16 of AVX-512 and AMX. */
-#if defined(__x86_64__) && defined(__GNUC__) && __GNUC__ >= 11
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && __GNUC__ >= 11
 #define HAS_BF16_INTRINSICS 1
 #include <immintrin.h>
 #endif
@@ -49,6 +49,35 @@ typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
         memcpy(first_, (where), (count) * sizeof(TYPE));               \
         LOAD(target, first_);                                          \
     } while (0)
+
+INLINE void store_vector_f32(const Floats *from, float *to) { memcpy(to, from, sizeof *from); }
+
+/* Round numbers to bf16 like in `store_bf16`: the upper halves of the results are bf16, the lower halves any bits. */
+INLINE void to_upper_bf16(const Floats *from, Words *to)
+{
+    Words bits;
+    memcpy(&bits, from, sizeof bits);
+    const Words none = (Words)((bits & 0x7fffffff) > 0x7f800000);
+    *to = ((bits + 0x7fff + ((bits >> 16) & 1)) & ~none) | (none & 0x7fc00000);
+}
+
+/* Stores a vector as bf16. */
+INLINE void store_vector_bf16(const Floats *from, uint16_t *to)
+{
+    Words upper;
+    to_upper_bf16(from, &upper);
+    const Halves halves = __builtin_convertvector(upper >> 16, Halves);
+    memcpy(to, &halves, sizeof halves);
+}
+
+/* Round numbers to the precision of a kind. */
+INLINE void round_f32(Floats *x) { (void)x; }
+INLINE void round_bf16(Floats *x)
+{
+    Words upper;
+    to_upper_bf16(x, &upper);
+    *x = (Floats)(upper & 0xffff0000);
+}
 
 INLINE float sum_lanes(const Floats *sum)
 {

@@ -15,19 +15,20 @@ Specs = dict[str, ModuleSpec]
 
 def specs_by_path() -> Specs:
     """The specs of the program's modules that an import by name would not find, by name."""
-    names = [name for name in sys.modules if name != "__main__" and not is_library(name)]
-    return {name: sys.modules[name].__spec__ for name in names if has_source(name) and is_loaded_by_path(name)}  # type: ignore[misc]
+    # A copy, because other threads may import modules meanwhile.
+    modules = [(name, module) for name, module in [*sys.modules.items()] if name != "__main__" and not is_library(name)]
+    return {name: module.__spec__ for name, module in modules if has_source(name) and is_loaded_by_path(name)}  # type: ignore[misc]
 
 
 def has_source(name: str) -> bool:
     """Whether the file of a module still exists, and is Python code."""
-    spec: Any = getattr(sys.modules[name], "__spec__", None)
-    return type(getattr(spec, "loader", None)) is SourceFileLoader and os.path.isfile(spec.origin)
+    spec: Any = getattr(sys.modules.get(name), "__spec__", None)
+    return type(getattr(spec, "loader", None)) is SourceFileLoader and os.path.isfile(spec.origin or "")
 
 
 def is_loaded_by_path(name: str) -> bool:
     """Whether an import by name would not find the module that this process has imported."""
-    file = getattr(sys.modules[name], "__file__", None)
+    file = getattr(sys.modules.get(name), "__file__", None)
     parent, _, _ = name.rpartition(".")
     path = getattr(sys.modules.get(parent), "__path__", None)
     # importlib.util.find_spec would return the spec of the loaded module.

@@ -254,10 +254,7 @@ class Edits:
         if time == count and code_count == codes and variables == _VARIABLES and known_configs.still_holds(configs):
             return functools.partial(_note_environment, group, variables)
         current, variables_now = Snapshot(configs), {**_VARIABLES}
-        for name in variables.keys() | variables_now.keys():
-            value = variables_now.get(name)
-            if value != variables.get(name):
-                call.environment[os.fsdecode(name)] = None if value is None else os.fsdecode(value)
+        call.environment = _environment_changes(variables, variables_now)
         before, now = known_configs.values(), current.values()
         with self._lock:
             newer = {key: (value, of) for key, (then, value, of) in self._attributes.items() if then > time}
@@ -286,6 +283,23 @@ class Edits:
             f"{path}.{name}" if path else name: getattr(self.model.get_submodule(path) if path else self.model, name)
             for path, name in self._owners
         }
+
+
+def send_environment(group: WorkerGroup) -> None:
+    """Set this process's environment variables on the ranks of a group, which may have started long before."""
+    now = {**_VARIABLES}
+    if changes := _environment_changes(group.environment, now):
+        group.call("set_environment", changes)
+        group.environment = now
+
+
+def _environment_changes(before: dict[Any, Any], now: dict[Any, Any]) -> dict[str, str | None]:
+    """Return the decoded variables that differ; None for a variable that was removed."""
+    return {
+        os.fsdecode(name): None if (value := now.get(name)) is None else os.fsdecode(value)
+        for name in before.keys() | now.keys()
+        if now.get(name) != before.get(name)
+    }
 
 
 def _note_environment(group: WorkerGroup, sent: dict[Any, Any]) -> None:

@@ -28,6 +28,7 @@ from parallelformers_ng.errors import GroupError, PlacementError, SharedMemoryEr
 from parallelformers_ng.generation.cache_registry import CacheRegistry
 from parallelformers_ng.live_code.loaded_by_path import specs_by_path
 from parallelformers_ng.model.assistants import Assistants
+from parallelformers_ng.model.caller_state import send_environment
 from parallelformers_ng.model.groups import StoredModel
 from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.model.model_state import ModelState
@@ -180,6 +181,7 @@ class Deployment:
     def _find_foreign_code(self, model: nn.Module, group: WorkerGroup) -> None:
         """Add to the skeleton the code that the ranks of a group cannot import or import differently."""
         group.call("extend_path", module_path(), specs_by_path())
+        send_environment(group)
         modules_by_value = set(self.code.by_value)
         changes = self.code.compare(functools.partial(group.call, "differences"))
         if self.code.by_value != modules_by_value:  # the skeleton must contain the modules that ranks cannot import

@@ -68,6 +68,8 @@ class Policy:
     def __init_subclass__(cls) -> None:
         if isinstance(cls.plan, dict):  # `check_policy` refuses other values with an explanation
             cls.plan = {name: rule for path, rule in cls.plan.items() for name in _names(path)}
+        if isinstance(cls.optional, tuple):
+            cls.optional = tuple(name for path in cls.optional for name in _names(path))
 
     @classmethod
     def blocks(cls) -> tuple[str, ...]:

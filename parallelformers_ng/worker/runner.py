@@ -323,15 +323,19 @@ class ModelRunner(RankWeights):
             put_attribute(self.model.get_submodule(path), name, value)
         for name, value in call.configs.items():
             set_config(self.model, name, value)
-        for name, text in call.environment.items():
-            if text is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = text
+        self.set_environment(call.environment)
         self.state.look_at_settings()
         names = [*(name for _, name in call.attributes), *call.configs, *call.environment]
         if not all("generation_config" in name for name in names):
             self.rank_state.invalidate(self.model)
+
+    @staticmethod
+    def set_environment(changes: dict[str, str | None]) -> None:
+        for name, text in changes.items():
+            if text is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = text
 
     def ping(self) -> list[int]:
         """Return the numbers of all ranks, gathered with the same communicator as in decode steps."""

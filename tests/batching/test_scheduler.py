@@ -110,7 +110,7 @@ class Replay:
             call.tokens = min(call.tokens + steps, call.new)
         tokens = sum(chunk.tokens for chunk in chunks)
         seconds = PASS + TOKEN * tokens if tokens else 0.0
-        output = RoundOutput(prompt_tokens=tokens, prompt_seconds=seconds)
+        output = RoundOutput(prompt_tokens=tokens, prompt_seconds=seconds, steps=steps * bool(rows or joins))
         output.prompt_begin = chunks[-1].begin if chunks else 0
         seconds += STEP * steps * bool(rows or joins)
         prompts = [(call.number, chunk.begin, chunk.end) for chunk in chunks for call in chunk.prompts]
@@ -174,6 +174,14 @@ def test_callers_of_whole_answers_wait_for_few_prompts() -> None:
     beside = [played for played in rounds if played.schedule.steps_between_prompts]
     assert 0 in beside[0].rows
     assert 4 < sum(bool(played.prompts) for played in beside) < sum(bool(played.prompts) for played in rounds)
+
+
+def test_prompts_in_a_row_are_few_only_together() -> None:
+    """Prompts that come one after another, each when the last has run, must not keep a row from its next token."""
+    calls = [Arrival(0, 9, 3, streams=False), *(Arrival(0.02 + 0.5 * n, 900, 9, streams=False) for n in range(12))]
+    rounds = Replay(calls).run()
+    ended = next(played.at for played in rounds if 0 in played.rows and played.at > 0.02)
+    assert ended < 6, "the row waits for four widest passes at most"
 
 
 def test_wide_prompts_join_one_round_later() -> None:

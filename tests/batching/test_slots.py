@@ -253,7 +253,9 @@ STANDING |= dict.fromkeys(("decodes", "streams", "given_up", "is_suspect", "need
 
 def test_full_device_gets_shorter_passes_first(caplog: pytest.LogCaptureFixture) -> None:
     """A pass of many prompt tokens may have taken the memory. Only the next error ends the recordings."""
-    group: Any = SimpleNamespace(submit=lambda request: None, do_later=lambda action: action(), device="cuda")
+    group: Any = SimpleNamespace(
+        submit=lambda request: None, do_later=lambda action: action(), device="cuda", timeout=60.0
+    )
     batch = Batch(BatchingOptions(), SimpleNamespace(in_chunks=True), group, CAPTURED)  # type: ignore[arg-type]
     error = torch.OutOfMemoryError("CUDA out of memory")
     error.__class__ = type("OutOfMemory", (torch.OutOfMemoryError, WorkerError), {})
@@ -282,7 +284,7 @@ def test_full_device_gets_shorter_passes_first(caplog: pytest.LogCaptureFixture)
 
 def test_measured_memory_bounds_recorded_steps() -> None:
     """Steps over a larger cache than by default are recorded if the memory for the rows allows it."""
-    group: Any = SimpleNamespace(submit=lambda request: None, device="cpu")
+    group: Any = SimpleNamespace(submit=lambda request: None, device="cpu", timeout=60.0)
     trial: Any = SimpleNamespace(in_chunks=False)
     for tokens, positions in ((1000, MAX_POSITIONS), (50_000, 50_000), (None, MAX_POSITIONS)):
         batch = Batch(BatchingOptions(cache_tokens=tokens), trial, group, CAPTURED)

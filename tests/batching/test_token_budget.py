@@ -19,7 +19,7 @@ def order(chunk: int) -> Schedule:
 def measured(device: str = "cpu") -> TokenBudget:
     """Return a budget that knows the duration of a step."""
     budget = TokenBudget(PATIENCE, device)
-    budget.measure(order(0), RoundOutput(), STEP)
+    budget.measure(order(0), RoundOutput(steps=1), STEP)
     return budget
 
 
@@ -103,16 +103,16 @@ def test_passes_of_few_tokens_say_nothing() -> None:
 
 def test_short_steps_share_a_round() -> None:
     budget = TokenBudget(PATIENCE, "cpu")
-    budget.measure(order(0), RoundOutput(), 0.004)
+    budget.measure(order(0), RoundOutput(steps=1), 0.004)
     assert (budget.steps, budget.step_seconds) == (5, 0.004)
-    budget.measure(order(0), RoundOutput(), 1.0)
+    budget.measure(order(0), RoundOutput(steps=1), 1.0)
     assert budget.steps == 1
     assert budget.step_seconds < 0.2, "one slow step must not lengthen the pieces much"
 
 
 def test_a_clock_that_stands_still() -> None:
     budget = TokenBudget(PATIENCE, "cpu")
-    budget.measure(order(0), RoundOutput(), 0.0)
+    budget.measure(order(0), RoundOutput(steps=1), 0.0)
     budget.measure(order(64), RoundOutput(prompt_tokens=64), 0.0)
     assert budget.chunk > 0
     assert budget.steps > 0

@@ -112,5 +112,5 @@ def test_other_exceptions_become_errors_of_the_checkpoint(
         raise raised("not the alarm")
 
     monkeypatch.setattr(files.safetensors, "safe_open", fails)
-    with pytest.raises(CheckpointError, match=r"damaged or incomplete.*not the alarm"):
+    with pytest.raises(CheckpointError, match=r"damaged, incomplete.*not the alarm"):
         SafetensorsFile(folder / "model.safetensors")
