@@ -54,8 +54,9 @@ class RankBatch:
         try:
             return self._run(order, calls)
         except BaseException:
-            self._batch, self._late = -1, []  # frees the memory of the rows
-            del self._rows, self._prompts, self._prefixes
+            self._batch, self._late = -1, []
+            for name in ("_rows", "_prompts", "_prefixes"):
+                vars(self).pop(name, None)  # frees the memory of the rows, which the next round does not use
             raise
 
     def _run(self, order: Round, calls: Mapping[int, tuple[dict[str, Any], ObjectState] | Description]) -> RoundOutput:

@@ -30,11 +30,13 @@ except ImportError as error:  # the C kernels were not built, for example withou
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _HAS_TILES, _HAS_PAIRS = (getattr(_decode, name, False) for name in ("HAS_TILES", "HAS_PAIRS"))
+# Whether the processor multiplies bfloat16, but the compiler of this package could not. torch is then twice as fast.
+_LACKS_BF16 = torch.cpu._is_avx512_bf16_supported() and not (_HAS_TILES or _HAS_PAIRS)
 # A linear layer with more input rows runs in torch, which is then as fast or faster. On processors with bfloat16
 # instructions (AMX, AVX512-BF16) the kernel is as fast as torch, and the limit only bounds the kernel's memory.
 MAX_ROWS = {
     torch.float32: 64 if torch.cpu._is_avx512_supported() else 16,
-    torch.bfloat16: 1024 if _HAS_TILES else 2048 if _HAS_PAIRS else 32,
+    torch.bfloat16: 4 if _LACKS_BF16 else 1024 if _HAS_TILES else 2048 if _HAS_PAIRS else 32,
 }
 # A quantized linear layer with more input rows dequantizes its weight and runs in torch.
 MAX_ROWS_OF_INTEGERS = {torch.float32: 16, torch.bfloat16: 32}
