@@ -45,21 +45,18 @@ class RankBatch:
             for row in (*self._rows, *self._prompts, *rows_of(self._late)):
                 row.may_be_kept = False
 
+    def forget_rows(self) -> None:
+        """Free the memory of the rows of a round that failed; the next round has a new batch."""
+        self._batch, self._late = -1, []
+        for name in ("_rows", "_prompts", "_prefixes"):
+            vars(self).pop(name, None)
+
     def run(self, order: Round, calls: Mapping[int, tuple[dict[str, Any], ObjectState] | Description]) -> RoundOutput:
         """Run a round. `calls` has the arguments of each new row with their mutable objects; or an error, if the
         arguments could not be unpickled.
 
         If the forward pass fails, all rows of the batch are lost.
         """
-        try:
-            return self._run(order, calls)
-        except BaseException:
-            self._batch, self._late = -1, []
-            for name in ("_rows", "_prompts", "_prefixes"):
-                vars(self).pop(name, None)  # frees the memory of the rows, which the next round does not use
-            raise
-
-    def _run(self, order: Round, calls: Mapping[int, tuple[dict[str, Any], ObjectState] | Description]) -> RoundOutput:
         if order.batch != self._batch:
             self._batch, self._prefixes = order.batch, PrefixCache(order.prefixes)
             self._rows = Rows(self._model, self._communicator, self._prefixes, self._captured)

@@ -232,9 +232,14 @@ class ModelRunner(RankWeights):
         if self.rank_state.batch is None:
             steps = functools.partial(self._captured_steps, "rows")
             self.rank_state.batch = RankBatch(self.model, self.communicator, steps)
+        batch = self.rank_state.batch
         on_device = contextlib.nullcontext() if self.device.type == "cpu" else self._on_device((), {}, at_end=False)
-        with torch.inference_mode(), on_device:
-            return self.rank_state.batch.run(order, calls)
+        try:
+            with torch.inference_mode(), on_device:
+                return batch.run(order, calls)
+        except BaseException:
+            batch.forget_rows()
+            raise
 
     def recorder(self) -> CudaRecorder | str:
         """Return a recorder that captures decode steps as CUDA graphs, or the reason why this rank cannot capture."""

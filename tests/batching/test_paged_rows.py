@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,11 +15,18 @@ from parallelformers_ng.batching.prompts import Prompts
 from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.generation import paged_memory
-from parallelformers_ng.generation.in_place_cache import append_in_place
 from parallelformers_ng.kernels.installation import install
+from tests.helpers.caches_in_place import caches_in_place
 from tests.zoo.decoders import decoder, gpt2
 
 PAGE = 4096
+
+
+@pytest.fixture(autouse=True)
+def in_place() -> Iterator[None]:
+    """Models that compute the tokens alone run with the same cache methods."""
+    with caches_in_place():
+        yield
 
 
 def resident(tensors: list[torch.Tensor]) -> int:
@@ -73,7 +81,6 @@ def test_rows_that_come_and_go_get_solo_tokens(make: Any, seed: int, monkeypatch
         for number in range(12)
     ]
     want = [model.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None) for ids, new in calls]
-    append_in_place()
     install(model)
     batch, waiting = Batch(model), [*calls]
     while waiting or len(batch.rows):
@@ -94,7 +101,6 @@ def test_rows_that_come_and_go_get_solo_tokens(make: Any, seed: int, monkeypatch
 def test_rows_take_the_memory_of_their_own_tokens() -> None:
     """One row of 2,000 tokens and eight short ones: with padding, the keys of a layer would take nine times as much."""
     model = decoder("Llama")
-    append_in_place()
     batch, numbers = Batch(model), torch.Generator().manual_seed(0)
     lengths = [10] * 8 + [2000]
     batch.join(*((torch.randint(5, 95, (1, length), generator=numbers), 30) for length in lengths))

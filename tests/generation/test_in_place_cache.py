@@ -7,26 +7,21 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from parallelformers_ng.generation.in_place_cache import MIN_SPARE_TOKENS, append_in_place, expect, spread
+from tests.helpers.caches_in_place import caches_in_place
 
-CONCATENATE, CROP = DynamicLayer.update, DynamicLayer.crop
+CONCATENATE = DynamicLayer.update
 
 
 @pytest.fixture
 def grow() -> Iterator[Callable[..., object]]:
     """Install the cache methods that work in place, and yield the update; restore the original methods afterwards."""
-    append_in_place()
-    append_in_place()
-    assert DynamicLayer.update.__wrapped__ is CONCATENATE
-    yield DynamicLayer.update
-    _restore()
-
-
-def _restore() -> None:
-    DynamicLayer.update, DynamicLayer.crop = CONCATENATE, CROP
-    del DynamicCache.crop  # transformers has the method in a base class
+    with caches_in_place():
+        append_in_place()
+        assert DynamicLayer.update.__wrapped__ is CONCATENATE
+        yield DynamicLayer.update
 
 
 class Pair:
@@ -153,8 +148,7 @@ def test_unfitting_tensors_are_concatenated(grow: Callable[..., object]) -> None
 @torch.inference_mode()
 def test_more_sequences_need_no_copy() -> None:
     """The cache gets sequences, tokens before the others, and then tokens behind them."""
-    append_in_place()
-    try:
+    with caches_in_place():
         layer, states = DynamicLayer(), torch.randn(2, 3, 7, 8)
         layer.update(states, states)
         spread(layer, 3, 9)
@@ -176,5 +170,3 @@ def test_more_sequences_need_no_copy() -> None:
         spread(layer, 17, 12)
         assert layer.keys.untyped_storage().data_ptr() != place, "the memory has room for 16 sequences"
         assert torch.equal(layer.values[:2, :, 4:11], states)
-    finally:
-        _restore()

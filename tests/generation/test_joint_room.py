@@ -12,23 +12,20 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from parallelformers_ng.generation import in_place_cache
 from parallelformers_ng.generation.in_place_cache import (
     MIN_SPARE_TOKENS,
-    append_in_place,
     expect,
     extended_jointly,
     joint_room,
 )
+from tests.helpers.caches_in_place import caches_in_place
 
 LAYERS, HEADS, WIDTH = 3, 2, 4
-USUAL = DynamicLayer.update, DynamicLayer.crop, DynamicCache.crop
 
 
 @pytest.fixture(autouse=True)
 def in_place() -> Iterator[None]:
     """Install the cache methods that work in place, in inference mode; restore the original methods afterwards."""
-    append_in_place()
-    with torch.inference_mode():
+    with caches_in_place(), torch.inference_mode():
         yield
-    DynamicLayer.update, DynamicLayer.crop, DynamicCache.crop = USUAL
 
 
 class Pair:
