@@ -222,17 +222,13 @@ class ModelRunner(RankWeights):
             try:
                 call: Call = unpack(data, outside, self.device)
                 self._prepare(call)
-                followed = call.followed
-                objects = (
-                    ObjectState(()) if followed is None else ObjectState.on_rank(followed, roots_of((), call.kwargs))
-                )
+                followed, roots = call.followed, roots_of((), call.kwargs)
+                objects = ObjectState(()) if followed is None else ObjectState.on_rank(followed, roots)
                 calls[number] = call.kwargs, objects
             except NotPortableError as error:
                 calls[number] = describe(error)
-        if self.rank_state.batch is None:
-            steps = functools.partial(self._captured_steps, "rows")
-            self.rank_state.batch = RankBatch(self.model, self.communicator, steps)
-        batch = self.rank_state.batch
+        steps = functools.partial(self._captured_steps, "rows")
+        batch = self.rank_state.batch = self.rank_state.batch or RankBatch(self.model, self.communicator, steps)
         on_device = contextlib.nullcontext() if self.device.type == "cpu" else self._on_device((), {}, at_end=False)
         try:
             with torch.inference_mode(), on_device:
