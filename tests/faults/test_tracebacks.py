@@ -81,9 +81,9 @@ def test_processor_that_hangs_in_a_batch(seconds):
     model.generate(prompt, max_new_tokens=4)  # a first call takes longer
     with pytest.raises(RequestTimeoutError) as caught:
         model.generate(prompt, max_new_tokens=4, logits_processor=[endless], timeout=seconds)
-    hangs, waits = sorted(blocks(caught.value), key=lambda block: place_of_sleep("endless") not in block)
+    run = [block for block in blocks(caught.value) if "runs 'decode_rows'" in block]  # other groups of the process wait
+    hangs, waits = sorted(run, key=lambda block: place_of_sleep("endless") not in block)
     assert place_of_sleep("endless") in hangs
-    assert "runs 'decode_rows'" in hangs
     assert "collectives/" in waits
     if seconds is not None:
         assert "in its prompt of 3 tokens; its round began " in str(caught.value)
