@@ -102,6 +102,12 @@ def checked_seconds(seconds: Any, name: str) -> Seconds:
     return seconds
 
 
+def check_number(number: int, name: str, least: int) -> None:
+    """Raise ParallelError if a number is less than `least`. `name` is that of the caller's argument."""
+    if number < least:
+        raise ParallelError(f"{name} is {number}; it takes a number, at least {least}")
+
+
 def parse_size(
     size: int | str, argument: str = "max_shard_size", refusal: type[ParallelError] = CheckpointError
 ) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parallelformers_ng.errors import ParallelError, PlacementError
-from parallelformers_ng.option_checks import Seconds, checked_seconds, read_options, sizes_in_bytes
+from parallelformers_ng.option_checks import Seconds, check_number, checked_seconds, read_options, sizes_in_bytes
 
 Number = int | float
 LAUNCHERS = ("auto", "local", "torchrun", "ray")
@@ -89,9 +89,8 @@ class WorkerOptions:
             raise ParallelError(f"ray is {self.ray!r}, and launcher is {self.launcher!r}; pass launcher='ray', too")
         for name in ("timeout", "start_timeout", "restart_window"):
             checked_seconds(getattr(self, name), name)
-        for name, least in {"replicas": 1, "max_restarts": 0}.items():
-            if getattr(self, name) < least:
-                raise ParallelError(f"{name} is {getattr(self, name)}; it takes a number, at least {least}")
+        check_number(self.replicas, "replicas", 1)
+        check_number(self.max_restarts, "max_restarts", 0)
 
 
 @dataclass(frozen=True)
@@ -129,9 +128,8 @@ class BatchingOptions:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            least = 0 if name == "prefix_tokens" else 1
-            if value is not None and value < least:
-                raise ParallelError(f"batching: {name} is {value}; it takes a number, at least {least}")
+            if value is not None:
+                check_number(value, f"batching: {name}", 0 if name == "prefix_tokens" else 1)
 
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")

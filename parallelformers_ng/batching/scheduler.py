@@ -112,10 +112,11 @@ class Scheduler:
         prompt_tokens = sum(call.prompt_tokens for call in calls if not call.decodes)
         are_few = prompt_tokens + self._tokens_before <= _FEW_PASSES * self.budget.widest
         steps_first = any(call.decodes and (call.streams or not are_few) for call in calls)
-        waits = prompt_tokens and not steps_first and any(call.decodes for call in calls)
         # The count goes on until no prompt is left, so that prompts that come one after another are few together.
-        self._tokens_before += min(prompt_tokens, self.budget.widest) if waits else 0
-        self._tokens_before *= prompt_tokens > 0
+        if not prompt_tokens:
+            self._tokens_before = 0
+        elif not steps_first and any(call.decodes for call in calls):
+            self._tokens_before += min(prompt_tokens, self.budget.widest)
         chunk, widest = (self.budget.chunk, self.budget.widest) if in_chunks else (0, 0)
         return Schedule(
             admitted=admitted,

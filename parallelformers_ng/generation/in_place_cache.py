@@ -188,7 +188,7 @@ def _keeping_room(crop: Any) -> Any:
         if own is None or begin is None or (layer.keys.data_ptr(), layer.values.data_ptr()) != begin:
             return
         if _has_sole_view(layer.keys) and _has_sole_view(layer.values):
-            layer._room = _Room.of(layer, own.room, own.rows, own.pages)
+            layer._room = _Room.of(layer, own.room, own.rows)
 
     return cropped
 
@@ -266,13 +266,14 @@ def spread(layer: Any, rows: int, columns: int) -> None:
     before, *_, tokens, _ = layer.keys.shape
     if (rows, columns) == (before, tokens):
         return
-    room = _paged_room(layer)
-    if layer.keys.is_cpu and (room is None or not room.pages[0].fits(rows, columns - tokens)):
+    pages = _pages_of(layer)
+    if layer.keys.is_cpu and (pages is None or not pages[0].fits(rows, columns - tokens)):
         room = _paged(layer, 2 * rows, columns)
-    if room is not None and room.pages is not None:
-        for pages in room.pages:
-            pages.begin -= columns - tokens
-        _show(layer, room.pages, rows, columns)
+        pages = None if room is None else room.pages
+    if pages is not None:
+        for each in pages:
+            each.begin -= columns - tokens
+        _show(layer, pages, rows, columns)
         return
     layer.keys, layer.values = (_spread(old, rows, columns) for old in (layer.keys, layer.values))
     layer._room = _Room.of(layer, columns + MIN_SPARE_TOKENS, rows)
@@ -280,27 +281,27 @@ def spread(layer: Any, rows: int, columns: int) -> None:
 
 def free_rows(layer: Any, rows: Sequence[int]) -> bool:
     """Make sequences of a layer zeros without memory. Return False, and do nothing, if its memory is not in pages."""
-    room = _paged_room(layer)
-    for pages in () if room is None else room.pages:
-        pages.free(rows)
-    return room is not None
+    pages = _pages_of(layer)
+    for each in pages or ():
+        each.free(rows)
+    return pages is not None
 
 
 def keep_paged_rows(layer: Any, rows: list[int], columns: int) -> bool:
     """Keep some sequences of a layer, in ascending order, and their last `columns` tokens. Return False, and do
     nothing, if the layer's memory is not in pages."""
-    room = _paged_room(layer)
-    if room is None:
+    pages = _pages_of(layer)
+    if pages is None:
         return False
-    for pages in room.pages:
-        pages.keep(rows, len(layer.keys), columns, dropped=layer.keys.shape[2] - columns)
-    _show(layer, room.pages, len(rows), columns)
+    for each in pages:
+        each.keep(rows, len(layer.keys), columns, dropped=layer.keys.shape[2] - columns)
+    _show(layer, pages, len(rows), columns)
     return True
 
 
-def _paged_room(layer: Any) -> Any:
+def _pages_of(layer: Any) -> tuple[PagedRows, PagedRows] | None:
     room: _Room | None = getattr(layer, "_room", None)
-    return room if room is not None and room.pages is not None and room.fits(layer, 0) else None
+    return room.pages if room is not None and room.fits(layer, 0) else None
 
 
 def _paged(layer: Any, rows: int, columns: int) -> _Room | None:

@@ -49,7 +49,7 @@ class PagedRows:
         columns: number of columns of the longest row.
 
     Attributes:
-        begin: first visible column, where the longest row begins.
+        begin: first visible column, which is the first token of the longest row.
         room: column after the last one.
 
     Raises:

@@ -103,7 +103,7 @@ def _excess(ours: Tensor, theirs: Tensor, added: Tensor) -> Tensor:
     """Return the largest difference between two results, divided by the allowed difference.
 
     Args:
-        added: what the layer has added to its input. `_TOLERANCE` of its largest number is allowed, plus the rounding
+        added: output of the layer without its input. `_TOLERANCE` of its largest number is allowed, plus the rounding
             of `theirs`.
     """
     rounding = 2 * torch.finfo(theirs.dtype).eps * theirs.abs().max().float()

@@ -72,6 +72,10 @@ class Replica(Supervisor):
         self.in_flight = self.answered = 0
         self._make_group = make_group
 
+    def note_answer(self, incarnation: int) -> None:
+        # A thread of an earlier incarnation may come here late.
+        self.answered = max(self.answered, incarnation)
+
     def keep_alive(self, stored: StoredModel, options: WorkerOptions) -> None:
         """Whenever a worker ends, replace the group by a new one, unless the group belongs to the caller."""
         if self._make_group is not None:

@@ -38,9 +38,9 @@ class Remote:
     """Connects a module of a parallelized model to the workers.
 
     Attributes:
-        parts: of the model itself, its remote submodules; otherwise empty.
-        plain_parts: of the model itself, its submodules that also compute in the caller's process; otherwise empty.
-        around: of the model itself, peft's wrappers of the model; otherwise empty.
+        parts: remote submodules of the model; empty for a submodule.
+        plain_parts: submodules of the model that also compute in the caller's process; empty for a submodule.
+        around: peft's wrappers of the model; empty for a submodule.
         here: names of attributes that only this process has.
         tables: original parameters, buffers and children of the module, which `unlock` restores.
     """

@@ -13,8 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from parallelformers_ng.autopolicy.planning import CustomPolicies, make_plan
-from parallelformers_ng.errors import ParallelError, PlacementError, UnsupportedModelError
+from parallelformers_ng.errors import PlacementError, UnsupportedModelError
 from parallelformers_ng.model.kinds import check_model
+from parallelformers_ng.option_checks import check_number
 from parallelformers_ng.options import FitOptions, QuantizeOptions, read_quantize
 from parallelformers_ng.planner.devices import LINKS, Device, device_named
 from parallelformers_ng.planner.measured import measured_step
@@ -166,8 +167,7 @@ def forecast(
             forward fails on `meta`.
     """
     for name, value, least in (("num_gpus", num_gpus, 1), ("batch", batch, 1), ("length", length, 2)):
-        if value < least:
-            raise ParallelError(f"{name} is {value}; it takes a number, at least {least}")
+        check_number(value, name, least)
     check_model(model)
     target, bits = target_dtype(False, dtype), read_quantize(quantize)
 

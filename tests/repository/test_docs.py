@@ -236,7 +236,8 @@ def test_map_agrees_with_imports_and_files() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     assert rooms == contracts[0]["layers"]
     package = ROOT / "parallelformers_ng"
-    folders = {path.parent.name for path in package.glob("*/__init__.py")}
+    # The link to `policies/` is no room: the map describes that folder for itself.
+    folders = {path.parent.name for path in package.glob("*/__init__.py") if not path.parent.is_symlink()}
     assert folders | {path.stem for path in package.glob("[a-z]*.py")} == set(rooms)
     for file in re.findall(r"`([\w/]+\.py)`", text):
         assert (package / file).exists() or list(package.glob(f"*/{file}")), f"the map names {file}"
