@@ -55,8 +55,6 @@ class Replica(Supervisor):
         steps: mode that compiles or captures decode steps; None for ordinary decode steps, also after the workers have
             failed to capture a step.
         in_flight: number of running calls; with one replica, always 0.
-        answered: latest incarnation that has answered a call, or the first one. The first call after a restart runs
-            without CUDA graphs, so that its answer waits for no recordings and trials.
     """
 
     def __init__(self, group: WorkerGroup, make_group: Callable[[], WorkerGroup] | None) -> None:
@@ -69,12 +67,8 @@ class Replica(Supervisor):
         self.caches = CacheRegistry(self)
         self.assistants = Assistants()
         self.steps: StaticSteps | None = None
-        self.in_flight = self.answered = 0
+        self.in_flight = 0
         self._make_group = make_group
-
-    def note_answer(self, incarnation: int) -> None:
-        # A thread of an earlier incarnation may come here late.
-        self.answered = max(self.answered, incarnation)
 
     def keep_alive(self, stored: StoredModel, options: WorkerOptions) -> None:
         """Whenever a worker ends, replace the group by a new one, unless the group belongs to the caller."""

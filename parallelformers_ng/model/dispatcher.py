@@ -147,7 +147,7 @@ class Dispatcher:
                     "run", [(call,)], deadline=end, on_event=listener, to_devices=True, watch=watch
                 )
                 answer: Answer = values[0]
-                replica.note_answer(incarnation)
+                replica.answered = max(replica.answered, incarnation)
                 arrived()
                 if answer.changes is not None or any(values[1:]):
                     self.deployment.state.take(self.edits, group, [answer.changes, *values[1:]], failed=False)

@@ -123,7 +123,7 @@ class SharedCalls:
                 if not ticket.ended:  # wake the batch, which removes the row of this call
                     batch.look()
             if sequence is not None:
-                self._replica.note_answer(incarnation)
+                self._replica.answered = max(self._replica.answered, incarnation)
                 return sequence
 
     def _check(self, prompt: int, tokens: int) -> None:

@@ -25,10 +25,15 @@ class Supervisor:
 
     The thread has only a weak reference to the supervisor. If the supervisor is garbage-collected, its group and its
     thread end.
+
+    Attributes:
+        current: the group, and its incarnation: the number of groups before it.
+        answered: latest incarnation that has answered a call, or the first one. The first call after a restart runs
+            without CUDA graphs, so that its answer waits for no recordings and trials.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
-        self.current = (group, 0)
+        self.current, self.answered = (group, 0), 0
         self._restarts: deque[float] = deque()
         self._changed = threading.Condition()
         self._stopped = False

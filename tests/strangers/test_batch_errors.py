@@ -11,6 +11,7 @@ import pytest
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.batching.batch import Batch
+from parallelformers_ng.batching.scheduler import Scheduler
 from parallelformers_ng.errors import BatchingError
 from tests.strangers.agreement import NEW_TOKENS, assert_agree_in_a_batch, prompt
 from tests.zoo.decoders import decoder
@@ -18,17 +19,17 @@ from tests.zoo.decoders import decoder
 WAIT = {"timeout": 20.0}
 
 
-@pytest.mark.parametrize("method", ["next_round", "take", "_measure"])
-def test_error_of_the_batch_ends_all_calls(groups, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+@pytest.mark.parametrize(("kind", "method"), [(Batch, "next_round"), (Batch, "take"), (Scheduler, "learn_room")])
+def test_error_of_the_batch_ends_all_calls(groups, monkeypatch: pytest.MonkeyPatch, kind: type, method: str) -> None:
     whole, cut = decoder("Llama"), parallelize(decoder("Llama"), workers=groups(2), batching=True)
-    original: Any = getattr(Batch, method)
+    original: Any = getattr(kind, method)
 
-    def fail(batch: Batch, *args: Any) -> Any:
-        if batch.busy:
+    def fail(part: Any, *args: Any) -> Any:
+        if not isinstance(part, Batch) or part.busy:
             raise KeyError("a bug")
-        return original(batch, *args)
+        return original(part, *args)
 
-    monkeypatch.setattr(Batch, method, fail)
+    monkeypatch.setattr(kind, method, fail)
     errors: list[Any] = []
 
     def call(seed: int) -> None:
