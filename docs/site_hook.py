@@ -11,7 +11,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 SHOWN = (
     "*.md", "LICENSE", "docs/*.md", "docs/*.svg", "docs/*.png", "benchmarks/results/*.md", "docker/*", "examples/*.py",
-    "benchmarks/results/*.json", "examples/**/*.md",
+    "benchmarks/results/*.json", "examples/**/*.md", "policies/*.py",
 )  # fmt: skip
 """Pages, and what they link to."""
 
